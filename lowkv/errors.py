@@ -1,7 +1,8 @@
 """The one exception that lowkv raises for anything a user can put right.
 
-It says what was got, what was expected and what to do. The command line prints it without a traceback and exits with 2; the server
-turns it into an error response. A traceback of any other exception is a bug of lowkv.
+It says what was got, what was expected and what to do. The command line prints it without a traceback and
+exits with 2; the server turns it into an error response. A traceback of any other exception is a bug of
+lowkv.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 class LowkvError(Exception):
     """An error that the user can fix.
 
-    `str()` gives one readable message: `message: got GOT, expected EXPECTED; FIX`, less the parts that were not given. `got` is shown
-    as Python writes it, so that a stray space or a number that is a string can be seen.
+    `str()` gives one readable message: `message: got GOT, expected EXPECTED; FIX`, less the parts that
+    were not given. `got` is shown as Python writes it, so that a stray space or a number that is a string
+    can be seen.
     """
 
     def __init__(
