@@ -474,9 +474,14 @@ def _yaml(text: str, name: str) -> _Document:
             return loader.construct_object(node)
         values: dict[Any, Any] = {}
         for key_node, value_node in node.value:
-            word = plain(key_node, (*key, str(key_node.value)))
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise LowkvError(f"a key must be a word or a number (recipe {name}, line {line})")
+            # "<<" (merge) has no value of its own; like any other unknown key it is refused by name.
+            word = (
+                key_node.value if key_node.tag.endswith(":merge") else plain(key_node, (*key, key_node.value))
+            )
             if word in values:
-                line = key_node.start_mark.line + 1
                 raise RecipeError(
                     (*key, str(word)),
                     "is given twice",
@@ -487,6 +492,10 @@ def _yaml(text: str, name: str) -> _Document:
         return values
 
     try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):  # may refer to itself; a recipe needs none
+                line = event.start_mark.line + 1
+                raise LowkvError(f"aliases (*{event.anchor}) are not read (recipe {name}, line {line})")
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise LowkvError(f"recipe {name} is empty or not a mapping", fix="write one `key: value` a line")

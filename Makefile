@@ -1,0 +1,70 @@
+# lowkv: `make demo` shows all of it, `make test` tests it; each sets up what it needs, and is quick the second time.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+RECIPE ?= build/recipes/smollm2-kivi2.yaml
+NAME   := $(notdir $(basename $(RECIPE)))
+ENGINE ?= engines/$(NAME)
+REPO   ?= repos/$(NAME)
+# A Python of 3.11 or newer. PyTorch's CPU build and everything else here was tested with 3.11.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+VENV := .venv
+BIN  := $(VENV)/bin
+# One stamp for the whole environment: touched when it matches pyproject.toml and the tested versions.
+READY := $(VENV)/.lowkv-ready
+PIP_FLAGS := -qq --disable-pip-version-check
+
+.PHONY: help setup test check format demo bench build-engine model-repo deploy load-test clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@echo "Variables: RECIPE=$(RECIPE) ENGINE=$(ENGINE) REPO=$(REPO) PLAN=$(PLAN)"
+
+setup: $(READY) ## Install everything into .venv
+
+$(READY): pyproject.toml build/constraints.txt
+	@test -x $(BIN)/python || { \
+	  test -n "$(PYTHON)" || { echo "no Python of 3.11 or newer found; set PYTHON=/path/to/python3.11" >&2; exit 2; }; \
+	  echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing lowkv and what it needs into $(VENV) (some minutes the first time)"
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c build/constraints.txt -e '.[cpu,triton,loadtest,dev]'
+	@touch $@
+
+test: $(READY) ## Run the tests
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+check: $(READY) ## Formatting, lint, types and tests: what a change must pass
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(MAKE) --no-print-directory test
+
+format: $(READY) ## Format the code and mend what lint can mend
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+demo: $(READY) ## Model to report, on a machine without a GPU (reports/demo/report.html)
+	@$(BIN)/lowkv demo
+
+bench: $(READY) ## Side-by-side measurements (reports/bench.json)
+	@$(BIN)/python benchmarks/run_all.py
+
+build-engine: $(ENGINE)/engine.json ## Recipe to engine directory
+
+$(ENGINE)/engine.json: $(RECIPE) | $(READY)
+	@$(BIN)/lowkv build $(RECIPE) --out $(ENGINE) --force
+
+model-repo: $(ENGINE)/engine.json ## Engine to Triton model repository
+	@$(BIN)/lowkv repo $(ENGINE) --out $(REPO) --force
+
+deploy: model-repo ## Serve the repository on a Triton Inference Server on this machine
+	@$(BIN)/lowkv serve $(REPO)
+
+load-test: $(READY) ## Load-test a running server by PLAN
+	@$(BIN)/lowkv loadtest $(PLAN)
+
+clean: ## Remove what was built (not .venv)
+	rm -rf engines repos reports
