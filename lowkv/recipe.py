@@ -494,8 +494,8 @@ def _yaml(text: str, name: str) -> _Document:
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):  # may refer to itself; a recipe needs none
-                line = event.start_mark.line + 1
-                raise LowkvError(f"aliases (*{event.anchor}) are not read (recipe {name}, line {line})")
+                problem = f"aliases such as *{event.anchor} are not read"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise LowkvError(f"recipe {name} is empty or not a mapping", fix="write one `key: value` a line")
@@ -503,9 +503,9 @@ def _yaml(text: str, name: str) -> _Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"recipe {name}, line {mark.line + 1}" if mark else f"recipe {name}"
-        raise LowkvError(f"not YAML: {error.problem} ({place})") from error
+        raise LowkvError(f"cannot read this YAML: {error.problem} ({place})") from error
     except yaml.YAMLError as error:
-        raise LowkvError(f"not YAML: {error} (recipe {name})") from error
+        raise LowkvError(f"cannot read this YAML: {error} (recipe {name})") from error
     finally:
         loader.dispose()
     return _Document(value, lines, name)
