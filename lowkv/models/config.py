@@ -82,7 +82,8 @@ class RopeConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer of the Llama family: RMSNorm, rotary positions, grouped-query attention,
-    SwiGLU."""
+    SwiGLU.
+    """
 
     architecture: Architecture
     layers: int
