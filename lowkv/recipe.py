@@ -493,9 +493,10 @@ def _yaml(text: str, name: str) -> _Document:
 
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):  # may refer to itself; a recipe needs none
-                problem = f"aliases such as *{event.anchor} are not read"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+            # An alias may refer to itself; a recipe needs none.
+            if isinstance(event, yaml.AliasEvent) and event.start_mark is not None:
+                line = event.start_mark.line + 1
+                raise LowkvError(f"aliases (*{event.anchor}) are not read (recipe {name}, line {line})")
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise LowkvError(f"recipe {name} is empty or not a mapping", fix="write one `key: value` a line")
