@@ -1,0 +1,156 @@
+"""Which sequences run in the next step, and how many of their tokens.
+
+Continuous batching with chunked prefill: every decoding sequence gets its one token first, what is left of the
+step's token budget goes to prompts, oldest first. Chunks that do not finish a prompt end at a block border, so
+that whole blocks can be written straight to cold.
+
+Two policies decide who may come in, both with `reservation` as their measure:
+
+- `guaranteed_no_evict` reserves every sequence's blocks up to prompt + max_tokens; nobody is ever preempted.
+- `max_utilization` counts what sequences hold now. When decoding outgrows the cache, the youngest sequence is
+  preempted: its blocks are freed and it goes back to the head of the queue, to be recomputed.
+
+Admission is first come, first served: a request that does not fit holds up those behind it, so that no large
+one starves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from lowkv.errors import LowkvError
+from lowkv.kvcache import reservation
+
+if TYPE_CHECKING:
+    from lowkv.kvcache import KVCache
+    from lowkv.recipe import ServingConfig
+    from lowkv.serving.sequence import Sequence
+
+
+class Scheduler:
+    """Owns the queue (`waiting`) and the running sequences, oldest admission first."""
+
+    def __init__(self, cache: KVCache, config: ServingConfig) -> None:
+        self.cache = cache
+        self.config = config
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises `LowkvError` when it could not run even alone."""
+        chunk = self._chunk(sequence.prompt_length, 0)
+        hot, cold = reservation(self.cache.plan, sequence.final_stored, chunk)
+        geometry, slabs = self.cache.arena.geometry, self.cache.arena.slabs
+        if geometry.slabs_for(hot, cold) > slabs:
+            raise LowkvError(
+                "the prompt and max_tokens need more KV cache than there is",
+                got=f"{sequence.prompt_length} + {sequence.params.max_tokens} tokens, "
+                f"{geometry.slabs_for(hot, cold)} slabs of {geometry.bytes} bytes",
+                expected=f"at most {slabs} slabs",
+                fix="shorten the prompt (text_input), lower max_tokens, or raise kv_cache.budget",
+            )
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a finished or cancelled sequence out and frees its blocks."""
+        if sequence.cache is None:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._free(sequence)
+
+    def schedule(self) -> list[tuple[Sequence, int]]:
+        """(sequence, tokens to feed) of the next step; what they need fits in the cache.
+
+        Empty only when nothing is waiting or running.
+        """
+        work = self._decodes()
+        budget = self.config.max_tokens_per_step - len(work)
+        hot, cold = self._needs(work)
+        for sequence in self.running:
+            if sequence.pending > 1 and budget > 0:
+                count = self._count(sequence, budget)
+                more_hot, more_cold = self._need(sequence, count)
+                if not self.cache.fits(hot + more_hot, cold + more_cold):
+                    continue
+                work.append((sequence, count))
+                budget, hot, cold = budget - count, hot + more_hot, cold + more_cold
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_sequences:
+            sequence = self.waiting[0]
+            count = self._count(sequence, budget)
+            if not self._admits(sequence, count):
+                break
+            sequence.cache = self.cache.add()
+            more_hot, more_cold = self._need(sequence, count)
+            if not self.cache.fits(hot + more_hot, cold + more_cold):
+                self._free(sequence)
+                break
+            self.running.append(self.waiting.popleft())
+            work.append((sequence, count))
+            budget, hot, cold = budget - count, hot + more_hot, cold + more_cold
+        if not work and self.running:  # only prompts are running, and none of their chunks fits beside the others
+            self._preempt(self.running[-1])
+            return self.schedule()
+        return work
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _decodes(self) -> list[tuple[Sequence, int]]:
+        """Every decoding sequence with its one token, preempting the youngest while that does not fit."""
+        while True:
+            work = [(sequence, 1) for sequence in self.running if sequence.pending == 1]
+            if self.cache.fits(*self._needs(work)):
+                return work
+            self._preempt(self.running[-1])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free(sequence)
+        self.waiting.appendleft(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+
+    def _free(self, sequence: Sequence) -> None:
+        assert sequence.cache is not None
+        self.cache.release(sequence.cache)
+        sequence.cache = None
+
+    def _admits(self, newcomer: Sequence, count: int) -> bool:
+        """True when the reservations of all running sequences and the newcomer's fit together."""
+        needs = [self._reserve(sequence, sequence.stored) for sequence in self.running]
+        needs.append(self._reserve(newcomer, count))
+        arena = self.cache.arena
+        return arena.geometry.slabs_for(sum(hot for hot, _ in needs), sum(cold for _, cold in needs)) <= arena.slabs
+
+    def _reserve(self, sequence: Sequence, stored: int) -> tuple[int, int]:
+        final = sequence.final_stored
+        if self.config.policy == "max_utilization":  # what it holds once prefilled, and room to grow by a block
+            final = min(final, len(sequence.token_ids) + self.cache.plan.group_size)
+        return reservation(self.cache.plan, final, self._chunk(len(sequence.token_ids), stored))
+
+    def _chunk(self, tokens: int, stored: int) -> int:
+        """The chunk size for `reservation`: 0 when the prompt is done, or done in its first step."""
+        whole = tokens <= stored + 1 or (stored == 0 and tokens <= self.config.max_tokens_per_step)
+        return 0 if whole else self.config.max_tokens_per_step
+
+    def _count(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of a prompt chunk: all that is pending, or as many as end at a block border."""
+        if sequence.pending <= budget:
+            return sequence.pending
+        past, group = sequence.stored, self.cache.plan.group_size
+        aligned = (past + budget) // group * group - past
+        return aligned if aligned > 0 else budget
+
+    def _need(self, sequence: Sequence, count: int) -> tuple[int, int]:
+        assert sequence.cache is not None
+        return self.cache.need(sequence.cache, count)
+
+    def _needs(self, work: list[tuple[Sequence, int]]) -> tuple[int, int]:
+        needs = [self._need(sequence, count) for sequence, count in work]
+        return sum(hot for hot, _ in needs), sum(cold for _, cold in needs)

@@ -1,0 +1,95 @@
+"""The arena's bookkeeping under random load, and its promise that `fits` is exact."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from lowkv.errors import LowkvError
+from lowkv.kvcache.arena import Arena, SlabGeometry
+
+
+def _geometry(hot: int, cold: int, hot_slots: int, cold_slots: int) -> SlabGeometry:
+    return SlabGeometry(hot, cold, hot_slots, cold_slots)
+
+
+GEOMETRIES = [
+    _geometry(16, 3, 3, 16),  # KIVI-2
+    _geometry(2, 1, 1, 2),  # FP8
+    _geometry(16, 5, 5, 16),  # KIVI-4
+    _geometry(7, 3, 3, 7),
+]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_fits_is_exact_and_nothing_overlaps(geometry: SlabGeometry) -> None:
+    rng = random.Random(7)
+    arena = Arena(geometry, geometry.bytes * 5)
+    held: dict[int, tuple[str, int]] = {}  # offset -> (kind, tag): a model of who owns what
+    tag = compactions = 0
+    for _ in range(4000):
+        if held and rng.random() < 0.5:
+            arena.free(offset := rng.choice(list(held)))
+            del held[offset]
+        else:
+            kind = rng.choice(("hot", "cold"))
+            hot, cold = (1, 0) if kind == "hot" else (0, 1)
+            if not arena.fits(hot, cold):
+                assert not arena.has_room(hot, cold)
+                continue
+            while not arena.has_room(hot, cold):
+                moved_kind, moves = arena.compact(hot, cold)
+                compactions += 1
+                assert not {new for _, new, _ in moves} & {old for old, _, _ in moves}
+                for old, new, owner in moves:
+                    assert held.pop(old) == (moved_kind, owner)
+                    held[new] = (moved_kind, owner)
+            held[arena.allocate(kind, tag)] = (kind, tag)
+            tag += 1
+        arena.check_integrity()
+        assert dict(arena.owners()) == {offset: owner for offset, (_, owner) in held.items()}
+        spans = sorted(
+            (offset, offset + geometry.slot_units("hot" if kind == "hot" else "cold"))
+            for offset, (kind, _) in held.items()
+        )
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert not spans or spans[-1][1] <= arena.slabs * geometry.units
+    # With one hot block a slab, cold slabs that are not full can always be merged and hot ones never need to be.
+    assert compactions > 0
+
+
+def test_an_emptied_arena_is_wholly_free() -> None:
+    geometry = GEOMETRIES[0]
+    arena = Arena(geometry, geometry.bytes * 4)
+    offsets = [arena.allocate("cold", index) for index in range(4 * 16)]
+    assert not arena.fits(1, 0)
+    assert not arena.fits(0, 1)
+    for offset in offsets:
+        arena.free(offset)
+    assert arena.bytes_used == 0
+    assert arena.fits(4 * 3, 0)
+    assert arena.has_room(4 * 3, 0)
+    arena.check_integrity()
+
+
+def test_double_free_is_an_error() -> None:
+    arena = Arena(GEOMETRIES[0], GEOMETRIES[0].bytes)
+    offset = arena.allocate("hot", None)
+    arena.free(offset)
+    with pytest.raises(KeyError):
+        arena.free(offset)
+
+
+def test_integrity_check_sees_a_lost_block() -> None:
+    arena = Arena(GEOMETRIES[0], GEOMETRIES[0].bytes * 2)
+    offset = arena.allocate("hot", None)
+    del arena._owners[offset]
+    with pytest.raises(AssertionError, match="owners"):
+        arena.check_integrity()
+
+
+def test_a_budget_below_one_slab_is_refused() -> None:
+    with pytest.raises(LowkvError, match=r"not even one slab.*got '3071 bytes'.*at least 3072 bytes"):
+        Arena(GEOMETRIES[0], 3071)
