@@ -145,6 +145,16 @@ class KVCache:
                 sequence.table[block] = _NO_BLOCK
             sequence.dead_end = max(sequence.dead_end, dead_end)
 
+    def abandon(self, step: Step) -> None:
+        """Undoes `prepare` when the step could not be run: frees what it allocated, books nothing."""
+        for sequence, count in step.work:
+            stored, end = self.plan.blocks(sequence.tokens), self.plan.blocks(sequence.tokens + count)
+            for block in range(stored, end):
+                self.arena.free(int(sequence.table[block]))
+                sequence.table[block] = _NO_BLOCK
+        for _, _, cold in step.seals:
+            self.arena.free(cold)
+
     # -- invariants --------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:

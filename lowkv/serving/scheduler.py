@@ -42,19 +42,24 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. Raises `LowkvError` when it could not run even alone."""
-        chunk = self._chunk(sequence.prompt_length, 0)
-        hot, cold = reservation(self.cache.plan, sequence.final_stored, chunk)
-        geometry, slabs = self.cache.arena.geometry, self.cache.arena.slabs
-        if geometry.slabs_for(hot, cold) > slabs:
+    def check(self, sequence: Sequence) -> None:
+        """Raises `LowkvError` when a sequence could not run even alone. Changes nothing."""
+        # A preempted sequence is recomputed, prompt and output, so all of it may come in chunks.
+        fed = sequence.prompt_length if self.config.policy == "guaranteed_no_evict" else sequence.final_stored
+        hot, cold = reservation(self.cache.plan, sequence.final_stored, self._chunk(fed, 0))
+        arena = self.cache.arena
+        needed = arena.geometry.slabs_for(hot, cold)
+        if needed > arena.slabs:
             raise LowkvError(
-                "the prompt and max_tokens need more KV cache than there is",
-                got=f"{sequence.prompt_length} + {sequence.params.max_tokens} tokens, "
-                f"{geometry.slabs_for(hot, cold)} slabs of {geometry.bytes} bytes",
-                expected=f"at most {slabs} slabs",
-                fix="shorten the prompt (text_input), lower max_tokens, or raise kv_cache.budget",
+                "prompt (text_input) and max_tokens need more KV cache than there is",
+                got=f"{sequence.prompt_length} + {sequence.params.max_tokens} tokens, which take "
+                f"{needed * arena.geometry.bytes} bytes",
+                expected=f"at most {arena.bytes_total} bytes",
+                fix="shorten the prompt, lower max_tokens, or raise kv_cache.budget",
             )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence that `check` has passed."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
