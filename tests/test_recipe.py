@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from lowkv.configfile import ConfigError
 from lowkv.errors import LowkvError
 from lowkv.recipe import (
     KVCacheConfig,
     ModelSource,
     Recipe,
-    RecipeError,
     ServingConfig,
     TritonConfig,
     load_recipe,
@@ -108,13 +108,12 @@ def test_a_recipe_survives_json(root: Path, stem: str) -> None:
 def test_the_house_example_of_an_error(tmp_path: Path) -> None:
     text = MODEL + "\nkv_cache:\n  format: kivi2\n\n\n  group_size: 32\n\n  residual_length: 48\n"
     assert refusal(tmp_path, text) == (
-        "kv_cache.residual_length 48 is not a multiple of group_size 32; "
-        "use 32 or 64 (recipe demo.yaml, line 9)"
+        "kv_cache.residual_length 48 is not a multiple of group_size 32; use 32 or 64 (recipe demo.yaml, line 9)"
     )
 
 
 REFUSED = {
-    "unknown key": ("serv: {}", "serv is not a key of a recipe", "did you mean serving?", 2),
+    "unknown key": ("serv: {}", "serv is not a key", "did you mean serving?", 2),
     "unknown key below": (
         "kv_cache: {residual_lenght: 64}",
         "kv_cache.residual_lenght is not a key",
@@ -260,9 +259,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "says", "and_says", "line"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused(
-    tmp_path: Path, text: str, says: str, and_says: str, line: int | None
-) -> None:
+def test_what_cannot_be_is_refused(tmp_path: Path, text: str, says: str, and_says: str, line: int | None) -> None:
     message = refusal(tmp_path, MODEL + text + "\n")
     assert says in message
     assert and_says in message
@@ -306,6 +303,7 @@ def test_a_missing_model_is_refused(tmp_path: Path) -> None:
         "a: &a [*a]",
         "[a]: b",
         "a: b\n---\nc: d",
+        "a: \x00",
     ],
 )
 def test_what_is_no_yaml_mapping_is_refused(tmp_path: Path, text: str) -> None:
@@ -332,7 +330,7 @@ def test_values_made_in_python_are_held_to_the_same_rules() -> None:
         (ModelSource, {"kind": "ftp", "spec": "x"}, "not known"),
     ]
     for section, values, says in wrong:
-        with pytest.raises(RecipeError, match=says):
+        with pytest.raises(ConfigError, match=says):
             section(**values)
 
 
