@@ -127,9 +127,7 @@ class ModelConfig:
                 expected="heads to be a multiple of KV heads",
             )
         if self.head_dim % 2:
-            raise LowkvError(
-                "the model's head_dim is odd", got=self.head_dim, expected="an even number (rotary pairs)"
-            )
+            raise LowkvError("the model's head_dim is odd", got=self.head_dim, expected="an even number (rotary pairs)")
         if len(self.windows) != self.layers:
             raise LowkvError(
                 "the model's attention windows do not match its layers",
@@ -257,9 +255,7 @@ class ModelConfig:
             return _required(metadata, prefix + key)
 
         if metadata.get(prefix + "expert_count"):
-            raise _unsupported(
-                "mixture of experts", f"{prefix}expert_count", metadata[prefix + "expert_count"]
-            )
+            raise _unsupported("mixture of experts", f"{prefix}expert_count", metadata[prefix + "expert_count"])
         heads, hidden, layers = (
             required("attention.head_count"),
             required("embedding_length"),
@@ -267,19 +263,13 @@ class ModelConfig:
         )
         head_dim = metadata.get(prefix + "attention.key_length", hidden // heads)
         if metadata.get(prefix + "attention.value_length", head_dim) != head_dim:
-            raise _unsupported(
-                "V heads of another size than K heads", f"{prefix}attention.value_length", head_dim
-            )
+            raise _unsupported("V heads of another size than K heads", f"{prefix}attention.value_length", head_dim)
         rotated = metadata.get(prefix + "rope.dimension_count", head_dim)
         if rotated != head_dim:
-            raise _unsupported(
-                "rotary embedding over part of a head", f"{prefix}rope.dimension_count", rotated
-            )
+            raise _unsupported("rotary embedding over part of a head", f"{prefix}rope.dimension_count", rotated)
         kv_heads = metadata.get(prefix + "attention.head_count_kv", heads)
         if not isinstance(heads, int) or not isinstance(kv_heads, int):
-            raise _unsupported(
-                "layers with different numbers of heads", f"{prefix}attention.head_count_kv", kv_heads
-            )
+            raise _unsupported("layers with different numbers of heads", f"{prefix}attention.head_count_kv", kv_heads)
         window = metadata.get(prefix + "attention.sliding_window") or None
         eos = token_ids(metadata.get("tokenizer.ggml.eos_token_id")) + token_ids(
             metadata.get("tokenizer.ggml.eot_token_id")
@@ -421,6 +411,4 @@ def _gguf_rope(metadata: Mapping[str, Any], prefix: str, divisors: tuple[float, 
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, "linear", float(_required(metadata, prefix + "rope.scaling.factor")))
-    raise LowkvError(
-        "this rope scaling is not supported", got=kind, expected="none, linear, or rope_freqs.weight"
-    )
+    raise LowkvError("this rope scaling is not supported", got=kind, expected="none, linear, or rope_freqs.weight")

@@ -96,9 +96,7 @@ class Decoder:
         self.dtype: torch.dtype = weights["norm"].dtype
         self.head_dtype: torch.dtype = weights["lm_head"].dtype
         self._lm_head = weights["lm_head"]  # [hidden, vocab]
-        self._embedding = (
-            weights["lm_head"].t() if config.tied_embeddings else weights["embedding"]
-        )  # [vocab, hidden]
+        self._embedding = weights["lm_head"].t() if config.tied_embeddings else weights["embedding"]  # [vocab, hidden]
         self._norm = weights["norm"]
         self._layers = tuple(_layer(weights, f"layers.{index}.") for index in range(config.layers))
         self._inverse_frequencies = inverse_frequencies(config.rope, config.head_dim).to(self._norm.device)
@@ -129,10 +127,9 @@ class Decoder:
         x = self._embedding[tokens].to(self.dtype).contiguous()  # [T, hidden]
         for index, layer in enumerate(self._layers):
             normed = functional.rms_norm(x, width, layer.attention_norm, eps)
-            if layer.qkv_bias is None:
-                qkv = normed @ layer.qkv
-            else:
-                qkv = torch.addmm(layer.qkv_bias, normed, layer.qkv)
+            qkv = normed @ layer.qkv
+            if layer.qkv_bias is not None:
+                qkv = qkv + layer.qkv_bias
             qk = qkv[:, :split].view(count, rotated, size)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q = functional.rms_norm(qk[:, :heads], (size,), layer.q_norm, eps)
@@ -237,9 +234,7 @@ def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
     for name, shape in shapes.items():
         tensor = weights[name]
         if tuple(tensor.shape) != shape:
-            raise LowkvError(
-                f"tensor {name} has the wrong shape", got=tuple(tensor.shape), expected=str(shape)
-            )
+            raise LowkvError(f"tensor {name} has the wrong shape", got=tuple(tensor.shape), expected=str(shape))
         allowed = (body, torch.float32) if name == "lm_head" else (body,)
         if tensor.dtype not in allowed:
             raise LowkvError(
