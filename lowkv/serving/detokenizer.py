@@ -12,6 +12,7 @@ spoils the valid characters in the run of byte tokens around it; streamed, those
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -22,8 +23,8 @@ _UNFINISHED = 3  # bytes of an unfinished character at most, so as many replacem
 class TextDecoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids: special tokens left out, nothing cleaned up, invalid UTF-8 as U+FFFD."""
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """Text of ids: nothing cleaned up, invalid UTF-8 as U+FFFD, special tokens left out if asked."""
         ...
 
 
@@ -51,7 +52,7 @@ class IncrementalDetokenizer:
             min_tokens: stop strings are looked for in the text after this many tokens.
         """
         self.stopped: str | None = None
-        self._decode = tokenizer.decode
+        self._decode = partial(tokenizer.decode, skip_special=True)
         self._stops = tuple(stop)
         self._unstoppable = min_tokens if self._stops else 0
         # ids decoded together: the context, then those whose text is not all given. `_given` is the text of

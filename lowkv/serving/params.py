@@ -69,9 +69,7 @@ class SamplingParams:
         _real("temperature", self.temperature, 0.0, math.inf, "0 (greedy) or a positive number")
         _integer("top_k", self.top_k, 0)
         _real("top_p", self.top_p, 0.0, 1.0, "above 0 and at most 1", open_low=True)
-        _real(
-            "repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a positive number", open_low=True
-        )
+        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a positive number", open_low=True)
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0, "between -2 and 2")
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "between -2 and 2")
         if self.seed is not None:

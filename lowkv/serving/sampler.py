@@ -281,9 +281,7 @@ class Sampler:
         return weight
 
 
-def gumbel(
-    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64], ids: IntArray
-) -> npt.NDArray[np.float64]:
+def gumbel(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64], ids: IntArray) -> npt.NDArray[np.float64]:
     """Gumbel(0, 1) noise as a pure function of (seed, position, id).
 
     Args:

@@ -14,9 +14,7 @@ from lowkv.serving.sampler import Sampler, SamplerState, gumbel
 EOS = (2, 5)
 
 
-def candidates(
-    logits: np.ndarray, count: int, rng: np.random.Generator | None = None
-) -> tuple[Any, Any, Any]:
+def candidates(logits: np.ndarray, count: int, rng: np.random.Generator | None = None) -> tuple[Any, Any, Any]:
     """Values, ids and log-sum-exp as an engine returns them; shuffled when given a generator."""
     ids = np.argsort(-logits, axis=1, kind="stable")[:, :count].astype(np.int32)
     if rng is not None:
@@ -25,9 +23,7 @@ def candidates(
     return np.take_along_axis(logits, ids, axis=1), ids, lse
 
 
-def reference_token(
-    logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int], seed: int
-) -> int:
+def reference_token(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int], seed: int) -> int:
     """The next token by Hugging Face's processors over the whole vocabulary, with the same noise."""
     torch = pytest.importorskip("torch")
     hf = pytest.importorskip("transformers.generation.logits_process")
@@ -138,9 +134,7 @@ def test_draws_follow_the_distribution(over: str) -> None:
     sampler = Sampler(8, ())
     counts = np.zeros(8)
     if over == "seeds":
-        states = [
-            sampler.admit(SamplingParams(max_tokens=1, temperature=0.8, seed=s), [0]) for s in range(draws)
-        ]
+        states = [sampler.admit(SamplingParams(max_tokens=1, temperature=0.8, seed=s), [0]) for s in range(draws)]
         tokens, _ = sampler.sample(*candidates(np.tile(logits, (draws, 1)), 8), states)
         counts += np.bincount(tokens, minlength=8)
     else:
@@ -230,9 +224,7 @@ def test_speed() -> None:
     sampler = Sampler(49152, EOS, encode)
     row = candidates(rng.normal(size=(32, 49152)).astype(np.float32), 256)
     for cases, bound in ((CASES[:1], 0.01), (CASES, 0.02)):
-        states = [
-            sampler.admit(SamplingParams(max_tokens=99, **cases[i % len(cases)]), [1, 2]) for i in range(32)
-        ]
+        states = [sampler.admit(SamplingParams(max_tokens=99, **cases[i % len(cases)]), [1, 2]) for i in range(32)]
         times = []
         for _ in range(15):
             begin = time.perf_counter()
