@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 def reservation(plan: CachePlan, final: int, chunk: int = 0) -> tuple[int, int]:
     """(hot, cold) blocks that a sequence never exceeds on its way to `final` stored tokens.
 
-    `chunk` > 0: prompt tokens are still to come, beyond the first step, in chunks of at most that many. Such a
-    step holds the old residual, which is sealed only when it ends, and the new one at the same time.
+    `chunk` > 0: prompt tokens are still to come, in steps of at most that many, onto tokens stored before. Such
+    a step holds the old residual, which is sealed only when it ends, and the new one at the same time. (With a
+    sliding window a first step counts too: it writes blocks that are dropped when it ends.)
     """
     blocks = plan.blocks(final)
     alive = blocks if plan.window is None else min(blocks, -(-(plan.window - 1) // plan.group_size) + 1)
@@ -76,7 +77,7 @@ def max_resident(
         ages = [plan.resident(tokens) for tokens in range(prompt_tokens, final + 1)]
         hot = sum(age[0] for age in ages) / len(ages)
         cold = sum(age[1] for age in ages) / len(ages)
-    chunked = 0 < max_tokens_per_step < prompt_tokens
+    chunked = max_tokens_per_step > 0 and (max_tokens_per_step < prompt_tokens or plan.window is not None)
     last_hot, last_cold = reservation(plan, final, max_tokens_per_step if chunked else 0)
 
     def fits(count: int) -> bool:

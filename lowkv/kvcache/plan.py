@@ -11,7 +11,7 @@ tokens, block by block (G = group_size, S = sink blocks):
 
 `window` keeps the newest R tokens hot at every moment, so cold_end = floor((t - R) / G). `flush` is the
 paper's rule for K (arXiv 2402.02750, section 3.3): hot tokens gather until R of them are sealed at once, so
-cold_end = S + floor((t - S*G) / R) * R / G.
+cold_end = floor(t / R) * R / G. Neither is ever less than S.
 
 Layers that all have a sliding window W never read tokens older than W again; their blocks are dropped once
 the whole block is out of the window (`dead_end`).
@@ -206,8 +206,7 @@ class CachePlan:
         if self.residual == "window" or self.residual_length == 0:
             sealed = (tokens - self.residual_length) // self.group_size
         else:
-            flushes = max(0, tokens - self.sink_tokens) // self.residual_length
-            sealed = self.sink_blocks + flushes * self.residual_length // self.group_size
+            sealed = tokens // self.residual_length * self.residual_length // self.group_size
         return max(self.sink_blocks, sealed)
 
     def dead_end(self, tokens: int) -> int:

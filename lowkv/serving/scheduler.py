@@ -140,9 +140,10 @@ class Scheduler:
         return reservation(self.cache.plan, final, self._chunk(len(sequence.token_ids), stored))
 
     def _chunk(self, tokens: int, stored: int) -> int:
-        """The chunk size for `reservation`: 0 when the prompt is done, or done in its first step."""
-        whole = tokens <= stored + 1 or (stored == 0 and tokens <= self.config.max_tokens_per_step)
-        return 0 if whole else self.config.max_tokens_per_step
+        """The chunk size for `reservation`: 0 when only decoding is left, or one whole prompt in a first step."""
+        limit = self.config.max_tokens_per_step
+        one_step = stored == 0 and tokens <= limit and self.cache.plan.window is None
+        return 0 if tokens <= stored + 1 or one_step else limit
 
     def _count(self, sequence: Sequence, budget: int) -> int:
         """Tokens of a prompt chunk: all that is pending, or as many as end at a block border."""

@@ -1,0 +1,109 @@
+"""The plan's arithmetic: bytes against hand-computed figures, block rules against a token-by-token model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lowkv.errors import LowkvError
+from lowkv.kvcache import FORMATS, CachePlan
+
+# SmolLM2-135M: 30 layers x 3 KV heads x 64 channels, K and V.
+VALUES_PER_TOKEN = 2 * 30 * 3 * 64
+BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "kivi4": 5, "k4v2": 4, "kivi2": 3}
+
+
+def test_every_format_has_a_known_cost() -> None:
+    assert set(FORMATS) == set(BITS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_sealed_bits_per_value(make_plan: Any, name: str) -> None:
+    """Codes plus one 32-bit (scale, min) word per 32 values where the codec is grouped."""
+    plan = make_plan(name)
+    assert plan.values_per_token == VALUES_PER_TOKEN
+    assert plan.effective_bits() == BITS[name]
+    assert plan.bytes_per_token == VALUES_PER_TOKEN * BITS[name] / 8
+
+
+@pytest.mark.parametrize("tokens", [512, 1024, 4096, 16384])
+def test_compression_counts_the_residual(make_plan: Any, tokens: int) -> None:
+    """R = 128, g = 32, no sink: 128 tokens at 16 bit, the others at 3; never the 8x that 2 bit suggest."""
+    plan = make_plan("kivi2", sink_tokens=0)
+    assert plan.compression(tokens) == pytest.approx(16 * tokens / (128 * 16 + (tokens - 128) * 3))
+    assert plan.effective_bits(tokens) == pytest.approx(16 / plan.compression(tokens))
+
+
+@pytest.mark.parametrize("residual", ["window", "flush"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("length", "sink"), [(0, 0), (32, 32), (128, 32), (128, 0), (64, 64)])
+def test_residual_and_sink_are_never_cold(make_plan: Any, name: str, residual: str, length: int, sink: int) -> None:
+    if residual == "flush" and length == 0:
+        pytest.skip("flush needs a residual; the recipe refuses 0")
+    plan = make_plan(name, residual=residual, residual_length=length, sink_tokens=sink)
+    previous = 0
+    for tokens in range(1, 700):
+        cold = range(plan.sink_blocks, plan.cold_end(tokens))
+        assert plan.cold_end(tokens) >= previous
+        previous = plan.cold_end(tokens)
+        if not plan.seals:
+            assert len(cold) == 0
+            continue
+        assert len(cold) == 0 or cold.stop * 32 <= tokens, "only whole blocks are sealed"
+        hot_tail = tokens - plan.cold_end(tokens) * 32
+        if residual == "window":
+            assert hot_tail >= min(length, tokens - sink), "the newest tokens are hot"
+            assert hot_tail < length + 32 or plan.cold_end(tokens) == plan.sink_blocks
+        else:
+            assert hot_tail < length or plan.cold_end(tokens) == plan.sink_blocks, "the buffer never exceeds R"
+        hot, cold_blocks = plan.resident(tokens)
+        assert hot + cold_blocks == -(-tokens // 32)
+        assert cold_blocks == len(cold)
+
+
+def test_blocks_out_of_every_window_are_dropped(make_plan: Any) -> None:
+    plan = make_plan("fp16", window=100)
+    for tokens in range(1, 500):
+        first_visible = max(0, tokens - 100 + 1)
+        assert plan.dead_end(tokens) == first_visible // 32
+        assert sum(plan.resident(tokens)) == -(-tokens // 32) - first_visible // 32
+
+
+def test_skip_layers_and_overrides(make_plan: Any) -> None:
+    plan = make_plan("kivi2", skip_layers=(0, "28-29"), overrides={5: "fp8", 6: "kivi4"})
+    formats = [layer.format for layer in plan.layers]
+    assert [formats[index] for index in (0, 1, 5, 6, 28, 29)] == ["fp16", "kivi2", "fp8", "kivi4", "fp16", "fp16"]
+    assert plan.summary() == "fp16 x3 + kivi2 x25 + fp8 x1 + kivi4 x1"
+    assert plan.effective_bits() == pytest.approx((3 * 16 + 25 * 3 + 8 + 5) / 30)
+    assert plan.scale_bytes == 3 * 2 * 4
+
+
+def test_layers_lie_end_to_end_in_a_block(make_plan: Any) -> None:
+    plan = make_plan("kivi2", skip_layers=(1,), overrides={3: "k4v2"})
+    hot = cold = 0
+    for spec in plan.layer_specs():
+        assert (spec.hot_offset, spec.cold_offset) == (hot, cold)
+        hot, cold = hot + spec.hot.words, cold + spec.cold.words
+    assert (hot * 4, cold * 4) == (plan.hot_block_bytes, plan.cold_block_bytes)
+
+
+def test_mapping_round_trip(make_plan: Any) -> None:
+    plan = make_plan("k4v2", skip_layers=("0-1",), residual="flush", window=512)
+    assert CachePlan.from_mapping(json.loads(json.dumps(plan.to_mapping()))) == plan
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"skip_layers": (30,)}, r"skip_layers: 30: no such layer: got 30, expected 0 to 29"),
+        ({"overrides": {99: "fp8"}}, r"overrides: 99: no such layer"),
+        ({"skip_layers": ("sliding_window",)}, "matches no layer"),
+        ({"overrides": {1: "bf16"}}, "layer 1 asks for bf16, but hot blocks are fp16"),
+        ({"head_dim": 72}, "head_dim must be a multiple of 16"),
+    ],
+)
+def test_what_cannot_be_is_refused(make_plan: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(LowkvError, match=message):
+        make_plan("kivi2", **settings)
