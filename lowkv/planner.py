@@ -15,6 +15,7 @@ so that more devices than KV heads store the same KV twice.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +23,17 @@ from lowkv.errors import LowkvError
 from lowkv.kvcache.capacity import Capacity, max_resident
 from lowkv.kvcache.formats import FORMATS
 from lowkv.kvcache.plan import CachePlan
-from lowkv.recipe import KVCacheConfig
-from lowkv.units import format_bytes
+from lowkv.recipe import KVCacheConfig, ServingConfig
+from lowkv.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import RenderableType
     from rich.table import Table
 
     from lowkv.models.config import ModelConfig
+    from lowkv.recipe import Recipe
 
 INT4_BITS = 4 + 16 / 128 + 4 / 128
 """AWQ and GPTQ with groups of 128: 4 bits, an fp16 scale and a 4-bit zero point per group."""
@@ -75,7 +79,11 @@ class Row:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The whole plan. `rows[0]` is what was asked for; the others are every other format with its defaults."""
+    """The whole plan: what was asked for, and every format beside it.
+
+    `rows` holds a row for each format with its own defaults, in the table's order, and in front of them the asked plan
+    where it is none of these.
+    """
 
     title: str
     model: ModelConfig
@@ -83,6 +91,7 @@ class PlanReport:
     tensor_parallel: int
     load: Load
     memory: Memory
+    asked: Row
     rows: tuple[Row, ...]
     lengths: tuple[int, ...]
     decimal: bool
@@ -124,6 +133,7 @@ class PlanReport:
                 "max_tokens_per_step": self.load.max_tokens_per_step,
                 "max_sequences": self.load.max_sequences,
             },
+            "asked": self.asked.name,
             "formats": [self._row_mapping(row) for row in self.rows],
         }
 
@@ -157,6 +167,47 @@ class PlanReport:
             "most_sequences": row.capacity.sequences,
             "gain": self.gain(row),
         }
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a user asks of a plan beyond the recipe or the model; None is the recipe's value or the default."""
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    context: int | None = None
+    """Prompt and output together; the prompt is what the output leaves."""
+    budget: str | None = None
+    memory: str | None = None
+    """Of the device; the KV budget is derived from it."""
+    memory_fraction: float = 0.9
+    weights_dtype: str | None = None
+    format: str | None = None
+    group_size: int | None = None
+    policy: str | None = None
+    tensor_parallel: int = 1
+    max_tokens_per_step: int | None = None
+    max_sequences: int | None = None
+
+    def load(self, serving: ServingConfig, max_sequences: int | None) -> Load:
+        """The load, with what was not asked taken from `serving`. Raises LowkvError for lengths below 1."""
+        default = Load()
+        output = default.output_tokens if self.output_tokens is None else self.output_tokens
+        prompt = default.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
+        if self.context is not None:
+            if self.prompt_tokens is not None:
+                raise LowkvError("--context and --prompt were both given", fix="leave one of the two out")
+            prompt = self.context - output
+        for option, tokens in (("--output", output), ("--context" if self.context else "--prompt", prompt)):
+            if tokens < 1:
+                raise LowkvError(f"{option} leaves no tokens", got=tokens, expected="at least 1 token")
+        return Load(
+            prompt,
+            output,
+            self.policy or serving.policy,
+            self.max_tokens_per_step or serving.max_tokens_per_step,
+            self.max_sequences or max_sequences,
+        )
 
 
 @dataclass(frozen=True)
@@ -206,7 +257,6 @@ def memory_of_device(
     lm_head: str | None = None,
     tensor_parallel: int = 1,
     fraction: float = 0.9,
-    decimal: bool = True,
 ) -> Memory:
     """What a device of `device` bytes leaves for KV. Raises LowkvError when that is nothing, saying what fits."""
     weights = -(-weights_bytes(model, weights_dtype, lm_head) // tensor_parallel)
@@ -227,12 +277,103 @@ def memory_of_device(
                 break
         raise LowkvError(
             f"{model.weight_count() / 1e9:.3g} billion weights in {weights_dtype} leave no memory for KV: "
-            f"{format_bytes(weights, decimal=decimal)} of weights and "
-            f"{format_bytes(workspace, decimal=decimal)} of workspace on a device of "
-            f"{format_bytes(device, decimal=decimal)}",
+            f"{format_bytes(weights, decimal=True)} of weights and "
+            f"{format_bytes(workspace, decimal=True)} of workspace on a device of "
+            f"{format_bytes(device, decimal=True)}",
             fix="use " + " or ".join(ways) if ways else "use a larger device",
         )
     return Memory(weights, workspace, budget, device, fraction)
+
+
+def report_from_recipe(recipe: Recipe, model: ModelConfig, options: PlanOptions) -> PlanReport:
+    """The plan of a recipe, less what `options` changes. Raises LowkvError for what cannot be."""
+    kv = recipe.kv_cache
+    if options.format is not None:
+        kv = replace(kv, format=options.format, residual_length=None, sink_tokens=None, overrides={})
+    load = options.load(recipe.serving, recipe.serving.max_sequences)
+    lm_head = recipe.lm_head.dtype if options.weights_dtype is None else None
+    return _report(recipe.name, model, kv, load, options, recipe.weights.dtype, lm_head)
+
+
+def report_from_config(path: Path, options: PlanOptions) -> PlanReport:
+    """The plan of a model of which only the Hugging Face `config.json` is there.
+
+    Weights are counted in bfloat16 and steps of 2,048 tokens unless `options` says otherwise. Raises LowkvError for a
+    file that cannot be read, an unknown architecture, and when neither memory nor a budget is given.
+    """
+    from lowkv.models.config import ModelConfig
+
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LowkvError(f"cannot read {path}: {error}", fix="give the path of a model's config.json") from error
+    if not isinstance(plain, dict):
+        raise LowkvError(f"{path} is not a model's config.json", got=plain, expected="a JSON object")
+    if options.memory is None and options.budget is None:
+        raise LowkvError(
+            "how much memory is there?", fix="give --memory 80GB (the device's) or --budget 40GB (KV alone)"
+        )
+    model = ModelConfig.from_hf_config(plain)
+    kv = KVCacheConfig(format=options.format or "kivi2", model_dtype="bfloat16")
+    load = options.load(ServingConfig(max_tokens_per_step=2048), None)
+    title = path.stem if path.name != "config.json" else path.resolve().parent.name
+    return _report(title, model, kv, load, options, "bfloat16", None)
+
+
+def _report(
+    title: str,
+    model: ModelConfig,
+    kv: KVCacheConfig,
+    load: Load,
+    options: PlanOptions,
+    weights_dtype: str,
+    lm_head: str | None,
+) -> PlanReport:
+    if options.group_size is not None:
+        kv = replace(kv, group_size=options.group_size)
+    asked = options.weights_dtype or weights_dtype
+    dtype = SHORT_NAMES.get(asked, asked)
+    if dtype not in WEIGHT_BITS:
+        raise LowkvError("--weights-dtype is not known", got=asked, expected=" | ".join([*WEIGHT_BITS, *SHORT_NAMES]))
+    if options.tensor_parallel < 1 or model.heads % options.tensor_parallel:
+        raise LowkvError(
+            "the query heads do not divide among the devices",
+            got=options.tensor_parallel,
+            expected=f"a divisor of {model.heads} for --tensor-parallel",
+        )
+    if not 0 < options.memory_fraction <= 1:
+        raise LowkvError(
+            "--memory-fraction is no share", got=options.memory_fraction, expected="more than 0, at most 1"
+        )
+    if options.memory is not None and options.budget is not None:
+        raise LowkvError("--memory and --budget were both given", fix="leave one of the two out")
+    if options.memory is not None:
+        memory = memory_of_device(
+            model,
+            parse_bytes(options.memory),
+            load,
+            weights_dtype=dtype,
+            lm_head=lm_head,
+            tensor_parallel=options.tensor_parallel,
+            fraction=options.memory_fraction,
+        )
+    else:
+        weights = -(-weights_bytes(model, dtype, lm_head) // options.tensor_parallel)
+        workspace = workspace_bytes(model, load, _activation_bytes(dtype))
+        budget = kv.budget if options.budget is None else parse_bytes(options.budget)
+        memory = Memory(weights, workspace, budget)
+    # A card's memory is sold in GB; whoever writes GiB wants GiB back.
+    size = options.memory or options.budget or "MiB"
+    return make_report(
+        title,
+        model,
+        kv,
+        load,
+        memory,
+        weights_dtype=dtype,
+        tensor_parallel=options.tensor_parallel,
+        decimal="i" not in size.lower(),
+    )
 
 
 def make_report(
@@ -258,12 +399,6 @@ def make_report(
             expected=f"at most {model.max_positions} together",
             fix="use a smaller --prompt or --output",
         )
-    if model.heads % tensor_parallel:
-        raise LowkvError(
-            "the query heads do not divide among the devices",
-            got=tensor_parallel,
-            expected=f"a divisor of {model.heads} for --tensor-parallel",
-        )
     shard = _Shard(
         model.layers,
         -(-model.kv_heads // tensor_parallel),
@@ -283,17 +418,19 @@ def make_report(
         )
         return Row(name, plan, capacity)
 
-    asked = CachePlan.from_config(shard, kv)
-    rows = [row(kv.format if title == kv.format else title, asked)]
+    rows = []
     for name in FORMATS:
-        own = replace(kv, format=name, residual_length=None, sink_tokens=None, overrides={})
-        plan = CachePlan.from_config(shard, own)
-        if plan == asked:
-            rows[0] = replace(rows[0], name=name)
-        else:
-            rows.append(row(name, plan))
+        uniform = replace(kv, format=name, residual_length=None, sink_tokens=None, overrides={})
+        rows.append(row(name, CachePlan.from_config(shard, uniform)))
+    plan = CachePlan.from_config(shard, kv)
+    asked = next((row for row in rows if row.plan == plan), None)
+    if asked is None:
+        asked = row(title, plan)
+        rows.insert(0, asked)
     lengths = sorted({total, *(length for length in LENGTHS if length <= model.max_positions)})
-    return PlanReport(title, model, weights_dtype, tensor_parallel, load, memory, tuple(rows), tuple(lengths), decimal)
+    return PlanReport(
+        title, model, weights_dtype, tensor_parallel, load, memory, asked, tuple(rows), tuple(lengths), decimal
+    )
 
 
 def _activation_bytes(weights_dtype: str) -> float:
@@ -307,8 +444,12 @@ def render(report: PlanReport) -> list[RenderableType]:
     """The report as rich tables and lines."""
     return [
         _heading(report),
-        _layers_table(report.rows[0].plan),
+        "",
+        _layers_title(report.asked.plan),
+        _layers_table(report.asked.plan),
+        "[bold]One sequence[/bold]: bytes, and compression over 16 bit, residual and sink included",
         _lengths_table(report),
+        _capacity_title(report),
         _capacity_table(report),
         *_notes(report),
     ]
@@ -335,28 +476,26 @@ def _heading(report: PlanReport) -> str:
     return f"{what}\n{where}"
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(*columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return table
 
 
+def _layers_title(plan: CachePlan) -> str:
+    return (
+        f"[bold]Plan[/bold]: blocks of {plan.group_size} tokens, residual {plan.residual_length} ({plan.residual}), "
+        f"sink {plan.sink_tokens}, unsealed blocks {plan.hot}"
+    )
+
+
 def _layers_table(plan: CachePlan) -> Table:
     """The asked plan, a line for every run of layers that are alike."""
-    table = _table(
-        f"Plan: blocks of {plan.group_size} tokens, residual {plan.residual_length} ({plan.residual}), "
-        f"sink {plan.sink_tokens}, unsealed blocks {plan.hot}",
-        "layers",
-        "format",
-        "chosen by",
-        "window",
-        "bytes/token",
-        "bits",
-    )
+    table = _table("layers", "format", "chosen by", "window", "bytes/token", "bits")
     values = 2 * plan.kv_heads * plan.head_dim
     start = 0
     for end in range(1, len(plan.layers) + 1):
@@ -376,9 +515,12 @@ def _layers_table(plan: CachePlan) -> Table:
     return table
 
 
+def _marked(report: PlanReport, row: Row) -> str:
+    return f"[bold]{row.name} <-[/bold]" if row is report.asked else row.name
+
+
 def _lengths_table(report: PlanReport) -> Table:
     table = _table(
-        "One sequence: bytes and compression over 16 bit, residual and sink included",
         "format",
         "bytes/token",
         "bits",
@@ -387,7 +529,7 @@ def _lengths_table(report: PlanReport) -> Table:
     for row in report.rows:
         plan = row.plan
         table.add_row(
-            row.name,
+            _marked(report, row),
             f"{plan.bytes_per_token:,.0f}",
             f"{plan.effective_bits():.2f}",
             *(f"{_size(report, plan.bytes_at(tokens))} ({plan.compression(tokens):.2f}x)" for tokens in report.lengths),
@@ -395,12 +537,17 @@ def _lengths_table(report: PlanReport) -> Table:
     return table
 
 
-def _capacity_table(report: PlanReport) -> Table:
+def _capacity_title(report: PlanReport) -> str:
     load = report.load
-    tokens = load.prompt_tokens + load.output_tokens
+    return (
+        f"[bold]Most sequences resident[/bold] in {_size(report, report.memory.budget)}: "
+        f"{load.prompt_tokens:,} prompt + {load.output_tokens:,} output tokens each, {load.policy}"
+    )
+
+
+def _capacity_table(report: PlanReport) -> Table:
+    tokens = report.load.prompt_tokens + report.load.output_tokens
     table = _table(
-        f"Most sequences resident in {_size(report, report.memory.budget)}: {load.prompt_tokens:,} prompt + "
-        f"{load.output_tokens:,} output tokens, {load.policy}",
         "format",
         f"effective bits at {tokens:,}",
         "reserved a sequence",
@@ -411,7 +558,7 @@ def _capacity_table(report: PlanReport) -> Table:
     )
     for row in report.rows:
         table.add_row(
-            row.name,
+            _marked(report, row),
             f"{row.plan.effective_bits(tokens):.2f}",
             _size(report, row.capacity.bytes_per_sequence),
             _size(report, row.capacity.slab_bytes),
@@ -423,7 +570,7 @@ def _capacity_table(report: PlanReport) -> Table:
 
 
 def _notes(report: PlanReport) -> list[str]:
-    asked, limit = report.rows[0], report.load.max_sequences
+    asked, limit = report.asked, report.load.max_sequences
     notes = []
     if asked.capacity.sequences == 0:
         notes.append(

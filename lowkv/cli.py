@@ -1,0 +1,369 @@
+"""The command `lowkv`: verbs only. They parse, call and print; what they do lives in the rooms they call.
+
+Heavy libraries are imported inside the verbs, so that `lowkv --help` answers at once. A `LowkvError` is printed
+without a traceback and ends the command with 2, as a wrong option does; Ctrl-C ends it with 130.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowkv import __version__
+from lowkv.errors import LowkvError
+from lowkv.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lowkv.models.config import ModelConfig
+    from lowkv.recipe import Recipe
+
+app = typer.Typer(
+    name="lowkv",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The console script: runs a verb and exits with its code."""
+    try:
+        app(arguments, prog_name="lowkv")
+    except LowkvError as error:
+        print(f"lowkv: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # In a pipe or a file there is no width to fit; tables keep theirs.
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=160)
+
+
+def _model_config(recipe: Recipe) -> ModelConfig:
+    from lowkv.models.sources import open_source
+    from lowkv.terminal import StageProgress
+
+    with StageProgress() as progress:
+        return open_source(recipe.model, progress.begin).config
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"lowkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def lowkv(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve more users per GPU: KV caches in FP8, 4 and 2 bits on Triton Inference Server.
+
+    \b
+    lowkv demo                                    all of it, on this machine
+    lowkv plan build/recipes/smollm2-kivi2.yaml   what will fit
+    lowkv build build/recipes/smollm2-kivi2.yaml  recipe -> engine
+    lowkv repo engines/smollm2-kivi2              engine -> model repository
+    lowkv serve repos/smollm2-kivi2               repository -> Triton, ready
+    lowkv loadtest loadtest/workloads/steady.yaml server -> report
+    """
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe's YAML file.", show_default=False)] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Instead of a recipe: a Hugging Face config.json.", show_default=False)
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            "--hbm",
+            help="The device's memory, 80GB or 24GiB; KV gets what the weights leave.",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Bytes for KV, 64MiB; instead of the recipe's, or of --memory.", show_default=False),
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Prompt tokens of a sequence.", show_default="1024")] = None,
+    output: Annotated[int | None, typer.Option(min=1, help="Output tokens of a sequence.", show_default="256")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=2, help="Prompt and output tokens together, instead of --prompt.", show_default=False),
+    ] = None,
+    kv_format: Annotated[
+        str | None, typer.Option("--format", help="Plan this KV format instead of the recipe's.", show_default=False)
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(help="Tokens in a block.", show_default=False)] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="guaranteed_no_evict or max_utilization.", show_default=False)
+    ] = None,
+    weights_dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16, fp16, fp8 or int4.", show_default="the recipe's, or bf16")
+    ] = None,
+    memory_fraction: Annotated[float, typer.Option(help="Share of the free memory that KV may take.")] = 0.9,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
+    max_tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Prompt chunk size.", show_default="the recipe's, or 2048")
+    ] = None,
+    max_sequences: Annotated[
+        int | None, typer.Option(min=1, help="Decoded together at most.", show_default="the recipe's")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: sizes in bytes, lengths in tokens.")] = False,
+) -> None:
+    """What the KV cache costs in every format, and how many sequences fit; builds nothing.
+
+    \b
+    lowkv plan build/recipes/smollm2-kivi2.yaml --prompt 512 --output 128
+    lowkv plan --config llama-3-8b/config.json --memory 80GB --context 4096
+    lowkv plan --config llama-3-70b/config.json --memory 80GB --weights-dtype int4
+    lowkv plan --config llama-3-70b/config.json --memory 80GB --tensor-parallel 4 --json
+    """
+    from lowkv.planner import PlanOptions, render, report_from_config, report_from_recipe
+
+    if (recipe is None) == (config is None):
+        raise LowkvError("plan what?", fix="give a recipe's YAML file, or --config with a model's config.json")
+    options = PlanOptions(
+        prompt_tokens=prompt,
+        output_tokens=output,
+        context=context,
+        budget=budget,
+        memory=memory,
+        memory_fraction=memory_fraction,
+        weights_dtype=weights_dtype,
+        format=kv_format,
+        group_size=group_size,
+        policy=policy,
+        tensor_parallel=tensor_parallel,
+        max_tokens_per_step=max_tokens_per_step,
+        max_sequences=max_sequences,
+    )
+    if config is not None:
+        report = report_from_config(config, options)
+    else:
+        assert recipe is not None
+        from lowkv.recipe import load_recipe
+
+        loaded = load_recipe(recipe)
+        report = report_from_recipe(loaded, _model_config(loaded), options)
+    if as_json:
+        print(json.dumps(report.to_mapping(), indent=2))
+    else:
+        console = _console()
+        for part in render(report):
+            console.print(part)
+
+
+@app.command()
+def build(
+    recipe: Annotated[Path, typer.Argument(help="A recipe's YAML file.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="The engine directory to make.", show_default="engines/RECIPE'S NAME")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace another engine that is there.")] = False,
+) -> None:
+    """Builds an engine directory from a recipe. It appears whole or not at all.
+
+    \b
+    lowkv build build/recipes/smollm2-kivi2.yaml
+    lowkv build my.yaml --out engines/mine --force
+    """
+    from lowkv.engine.build import build_engine
+    from lowkv.recipe import load_recipe
+    from lowkv.terminal import StageProgress
+
+    loaded = load_recipe(recipe)
+    path = Path("engines") / loaded.name if out is None else out
+    with StageProgress() as progress:
+        engine = build_engine(loaded, path, progress, force)
+    print(f"{path}: {engine.cache_plan.summary()}, {format_bytes(engine.weight_bytes)} of weights")
+    print(f"next: lowkv repo {path}")
+
+
+@app.command()
+def repo(
+    engine: Annotated[Path, typer.Argument(help="An engine directory.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="The model repository to make.", show_default="repos/ENGINE'S NAME")
+    ] = None,
+    copy: Annotated[bool, typer.Option("--copy", help="Put the engine inside, instead of a path to it.")] = False,
+    model_name: Annotated[
+        str | None, typer.Option(help="The model's name on the server.", show_default="the recipe's")
+    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Bytes for KV, 64MiB.", show_default="the recipe's")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="the recipe's")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a repository that is there.")] = False,
+) -> None:
+    """Writes a Triton model repository for an engine.
+
+    \b
+    lowkv repo engines/smollm2-kivi2
+    lowkv repo engines/smollm2-kivi2 --out /models --copy
+    """
+    from lowkv.triton.repository import write_repository
+
+    path = Path("repos") / engine.resolve().name if out is None else out
+    write_repository(
+        engine,
+        path,
+        copy=copy,
+        force=force,
+        model_name=model_name,
+        budget=None if budget is None else parse_bytes(budget),
+        threads=threads,
+    )
+    print(f"{path}: a Triton model repository")
+    print(f"next: lowkv serve {path}")
+
+
+@app.command()
+def serve(
+    repository: Annotated[Path, typer.Argument(help="A model repository of `lowkv repo`.", show_default=False)],
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on.", show_default="the recipe's, or 127.0.0.1")
+    ] = None,
+    http_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="0 picks a free one.", show_default="the recipe's")
+    ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="0 picks a free one.", show_default="the recipe's")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="0 picks a free one.", show_default="the recipe's")
+    ] = None,
+    tritonserver: Annotated[
+        Path | None, typer.Option(help="The server's program or folder.", show_default="the one found here")
+    ] = None,
+    log: Annotated[Path | None, typer.Option(help="File for the server's log.", show_default=False)] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the server's log.")] = False,
+) -> None:
+    """Serves a model repository on a Triton Inference Server on this machine, until Ctrl-C.
+
+    \b
+    lowkv serve repos/smollm2-kivi2
+    lowkv serve repos/smollm2-kivi2 --http-port 9000 -v
+    """
+    from lowkv.terminal import StageProgress
+    from lowkv.triton.server import TritonServer
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop in order for `kill` too
+    with StageProgress() as progress:
+        server = TritonServer(
+            repository,
+            host=host,
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            tritonserver=tritonserver,
+            log_file=log,
+            verbose=verbose,
+            progress=progress.begin,
+        ).start()
+    try:
+        print(f"{server.model_name} is ready (Ctrl-C stops it)")
+        print(f"  HTTP {server.http_url}  gRPC {server.grpc_address}  metrics {server.metrics_url}")
+        body = json.dumps({"text_input": "Hello", "max_tokens": 32, "stream": True})
+        print(f"  curl -N {server.generate_stream_url} -d '{body}'")
+        sys.stdout.flush()
+        status = server.wait()
+    finally:
+        server.stop()
+    raise LowkvError(f"the server ended by itself with status {status}", fix="-v shows its log, --log keeps it")
+
+
+@app.command(name="eval")
+def evaluate(
+    engines: Annotated[list[Path], typer.Argument(help="Engine directories of one model.", show_default=False)],
+    baseline: Annotated[
+        str | None, typer.Option(help="Compare with this engine (its name).", show_default="FP16 KV")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of text, about.")] = 4096,
+    window: Annotated[int, typer.Option(min=2, help="Tokens read in one go.")] = 1024,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="A text file; may be given again.", show_default="Wikipedia articles")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the figures here, as JSON.", show_default=False)] = None,
+) -> None:
+    """Perplexity, KL divergence and top-1 agreement of engines, against FP16 KV, on the same text.
+
+    \b
+    lowkv eval engines/smollm2-kivi2 engines/smollm2-fp8
+    lowkv eval engines/* --tokens 65536 --out reports/quality.json
+    """
+    from lowkv.engine.directory import EngineDir
+    from lowkv.evaluation import evaluate as measure
+    from lowkv.terminal import StageProgress
+
+    with StageProgress() as progress:
+        opened = {path.resolve().name: EngineDir.open(path, progress=progress) for path in engines}
+        done = 0
+
+        def advance(position: int, total: int) -> None:
+            nonlocal done
+            if not done:
+                progress.begin("measuring", total)
+            progress.advance(position - done)
+            done = position
+
+        result = measure(
+            opened,
+            None if text is None else [_text(path) for path in text],
+            tokens=tokens,
+            window=window,
+            baseline=baseline,
+            source=None if text is None else ", ".join(path.name for path in text),
+            progress=advance,
+        )
+    print(result.table())
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result.to_mapping(), indent=2) + "\n", encoding="utf-8")
+        print(f"written: {out}")
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What this machine has, and which verbs that is enough for.
+
+    \b
+    lowkv doctor
+    lowkv doctor --json
+    """
+    from lowkv.doctor import examine, render, to_mapping
+
+    findings = examine()
+    if as_json:
+        print(json.dumps(to_mapping(findings), indent=2))
+    else:
+        console = _console()
+        for part in render(findings):
+            console.print(part)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LowkvError(f"cannot read {path}: {error}", expected="a UTF-8 text file") from error
+
+
+if __name__ == "__main__":
+    main()
