@@ -26,8 +26,8 @@ from lowkv.serving.sequence import Sequence
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lowkv.engine import EngineDir
-    from lowkv.models import Tokenizer
+    from lowkv.engine.directory import EngineDir
+    from lowkv.models.tokenizer import Tokenizer
     from lowkv.recipe import ServingConfig
     from lowkv.serving.executor import Executor
     from lowkv.serving.params import SamplingParams
@@ -124,7 +124,7 @@ class ServingEngine:
 
         `budget` (bytes) and `threads` override the recipe's. Raises `LowkvError` as `EngineDir.open` does.
         """
-        from lowkv.engine import EngineDir
+        from lowkv.engine.directory import EngineDir
 
         return cls.from_directory(EngineDir.open(Path(path)), budget=budget, threads=threads)
 

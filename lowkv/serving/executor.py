@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowkv.kvcache import KVCache, Step
-    from lowkv.models import Decoder
+    from lowkv.models.decoder import Decoder
 
 CANDIDATES = 256
 
@@ -50,7 +50,7 @@ class TorchExecutor:
         """Feeds `tokens` [T] of `step` and returns the candidates after the tokens at `rows` [S]."""
         import torch
 
-        from lowkv.models import candidates
+        from lowkv.models.decoder import candidates
 
         if not len(rows):
             self.hidden(tokens, step)
