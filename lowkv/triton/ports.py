@@ -40,16 +40,22 @@ def resolve_ports(host: str, wanted: Sequence[tuple[str, int]]) -> list[int]:
 
 
 def _holder(port: int) -> str:
-    inodes = _listening_inodes(port)
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            links = [str(fd.readlink()) for fd in (process / "fd").iterdir()]
-        except OSError:  # another user's process, or one that has just ended
-            continue
-        if any(link == f"socket:[{inode}]" for link in links for inode in inodes):
+        if sockets & _open_files(process):
             name = (process / "comm").read_text().strip()
             return f"stop process {process.name} ({name}), which holds it"
     return "stop the process that holds it"
+
+
+def _open_files(process: Path) -> set[str]:
+    """What a process has open; nothing for another user's process or one that has just ended."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(str(descriptor.readlink()))
+    return found
 
 
 def _listening_inodes(port: int) -> set[str]:
