@@ -190,8 +190,10 @@ class PlanOptions:
     max_sequences: int | None = None
 
     def load(self, serving: ServingConfig, max_sequences: int | None) -> Load:
-        """The load, with what was not asked taken from `serving`. Raises LowkvError for lengths below 1."""
+        """The load, with what was not asked taken from `serving`. Raises LowkvError for what cannot be."""
         default = Load()
+        if self.policy is not None:
+            serving = replace(serving, policy=self.policy)  # type: ignore[arg-type]  # it checks itself
         output = default.output_tokens if self.output_tokens is None else self.output_tokens
         prompt = default.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
         if self.context is not None:
@@ -204,7 +206,7 @@ class PlanOptions:
         return Load(
             prompt,
             output,
-            self.policy or serving.policy,
+            serving.policy,
             self.max_tokens_per_step or serving.max_tokens_per_step,
             self.max_sequences or max_sequences,
         )
