@@ -60,7 +60,9 @@ class Case:
         if self.policy not in ("window", "flush"):
             raise ValueError(f"case {self.name}: policy {self.policy!r} must be 'window' or 'flush'")
         if self.policy == "flush" and (self.residual < 1 or self.residual % self.group_size):
-            raise ValueError(f"case {self.name}: flush needs a residual that is a multiple of {self.group_size}")
+            raise ValueError(
+                f"case {self.name}: flush needs a residual that is a multiple of {self.group_size}"
+            )
 
     @property
     def sequences(self) -> int:
@@ -186,7 +188,9 @@ class Playback:
             for block, offset in self._tables[s].items():
                 table[row, block] = offset
         starts = np.concatenate([[0], np.cumsum([lengths[s] for s in active])])
-        batch = RaggedBatch(*(np.array(a, np.int32) for a in (starts, past, table, begin, cold_end, direct_end)))
+        batch = RaggedBatch(
+            *(np.array(a, np.int32) for a in (starts, past, table, begin, cold_end, direct_end))
+        )
         batch.check(group, self.arena.size)
         step = Step(batch, [], [], [], [], [], self._seals(active, past, total, begin, cold_end, direct_end))
         for index in range(len(self.layers)):
@@ -300,7 +304,12 @@ def _cases() -> Iterator[Case]:
         for name in formats:
             steps = ((300, 70), (1, 1), (2, 70), (1, 1))
             yield Case(
-                f"{name}-g{group_size}", (formats[name],), steps, group_size=group_size, residual=group_size, gqa=3
+                f"{name}-g{group_size}",
+                (formats[name],),
+                steps,
+                group_size=group_size,
+                residual=group_size,
+                gqa=3,
             )
     # Plans that mix formats and windows over one arena.
     plan = (("f16", "f16"), ("e4m3", "e4m3"), ("int4", "int2"), ("int2", "int2"))

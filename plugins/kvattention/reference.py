@@ -167,4 +167,3 @@ class ReferenceAttention:
             k[stored] = np.swapaxes(block_k, 0, 1)[: stored.stop - stored.start]
             v[stored] = np.swapaxes(block_v, 0, 1)[: stored.stop - stored.start]
         return k, v
-
