@@ -279,7 +279,7 @@ def serve(
         print(f"{server.model_name} is ready (Ctrl-C stops it)")
         print(f"  HTTP {server.http_url}  gRPC {server.grpc_address}  metrics {server.metrics_url}")
         body = json.dumps({"text_input": "Hello", "max_tokens": 32, "stream": True})
-        print(f"  curl -N {server.generate_stream_url} -d '{body}'")
+        print(f"  curl -sN {server.generate_stream_url} -d '{body}'")
         sys.stdout.flush()
         status = server.wait()
     finally:

@@ -6,6 +6,7 @@ a plain line whenever a new stage begins, so that a log says where a job stands 
 
 from __future__ import annotations
 
+import re
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from rich.progress import TaskID
+
+_NUMBER = re.compile(r"[0-9.]+")
 
 
 class StageProgress:
@@ -42,7 +45,7 @@ class StageProgress:
             disable=not sys.stderr.isatty(),
         )
         self._task: TaskID | None = None
-        self._stage = ""
+        self._kind = ""
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -55,9 +58,10 @@ class StageProgress:
 
     def begin(self, stage: str, total: int | None = None) -> None:
         """A stage starts, and the one before it is over."""
-        if self._live.disable and stage != self._stage:
+        kind = _NUMBER.sub("", stage)  # "loading: 12 s" follows "loading: 11 s": no new line of a log
+        if self._live.disable and kind != self._kind:
             print(stage, file=sys.stderr, flush=True)
-        self._stage = stage
+        self._kind = kind
         if self._task is not None:
             self._live.remove_task(self._task)
         self._task = self._live.add_task(stage, total=total)
