@@ -12,17 +12,14 @@ from pathlib import Path
 
 from lowkv.loadtest.records import read_json, write_atomically
 
-PROMPTS = "prompts.jsonl"
-
 
 @dataclass(frozen=True)
 class ClientPlan:
-    """The requests: `output_tokens` from `model` at `url` (scheme, host, port), with prompts from the run's
-    `prompts.jsonl`.
-    """
+    """The requests: `output_tokens` of `model` at `url` (scheme, host, port) to the prompts in the file `prompts`."""
 
     url: str
     model: str
+    prompts: str
     output_tokens: int
     processes: int = 1
     timeout_seconds: float = 600.0

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from lowkv.assets import asset
 from lowkv.errors import LowkvError
 from lowkv.loadtest.client import ClientPlan, Control
 from lowkv.loadtest.records import ClientSample, Clock
@@ -24,16 +25,6 @@ _LEAVE_SECONDS = 3600
 """How long a user who leaves between two levels may take to end the request under way: as long as that
 takes.
 """
-
-
-def locustfile() -> Path:
-    """The locustfile: inside the installed package, or in the checkout."""
-    package = Path(__file__).parent.parent
-    candidates = (package / "_data" / "loadtest" / "locustfile.py", package.parent / "loadtest" / "locustfile.py")
-    for path in candidates:
-        if path.is_file():
-            return path
-    raise LowkvError("the locustfile is missing", got=[str(p) for p in candidates], fix="install lowkv again")
 
 
 class LocustProcess:
@@ -57,7 +48,7 @@ class LocustProcess:
             raise LowkvError("the load test needs Locust", fix="install it: pip install 'lowkv[loadtest]'")
         self._plan.write(self._folder)
         Control(users=0).write(self._folder)
-        command = [sys.executable, "-m", "locust", "-f", str(locustfile()), "--headless"]
+        command = [sys.executable, "-m", "locust", "-f", str(asset("loadtest/locustfile.py")), "--headless"]
         command += ["--run-folder", str(self._folder), "--stop-timeout", str(_LEAVE_SECONDS)]
         command += ["--only-summary", "--loglevel", "WARNING", "--exit-code-on-error", "0"]
         if self._plan.processes > 1:

@@ -24,7 +24,7 @@ import gevent
 from geventhttpclient import HTTPClient
 from locust import LoadTestShape, User, constant, events, task
 
-from lowkv.loadtest.client import PROMPTS, ClientPlan, Control
+from lowkv.loadtest.client import ClientPlan, Control
 from lowkv.loadtest.prompts import Prompt
 from lowkv.loadtest.records import Clock, InFlight, RequestRecord, Status, write_atomically
 
@@ -114,7 +114,7 @@ class _Process:
         self._records: TextIO = (folder / f"requests-{self.pid}.jsonl").open("a", encoding="utf-8")
 
     def _share_of_prompts(self, worker_index: int) -> Iterator[Prompt]:
-        prompts = list(Prompt.read(self.folder / PROMPTS))
+        prompts = list(Prompt.read(Path(self.plan.prompts)))
         # Round and round: running out is better than stopping, and the report refuses a run that used a prompt twice.
         return itertools.cycle(prompts[worker_index % self.plan.processes :: self.plan.processes])
 

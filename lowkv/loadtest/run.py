@@ -2,8 +2,7 @@
 
 The folder of a run is complete: every figure of the report can be computed again from it.
 
-    run.json         workload, endpoint, predicted capacity, start and end
-    prompts.jsonl    the prompts
+    run.json         workload, predicted capacity, start and end; written last
     requests-*.jsonl one line a request, by Locust process
     server.jsonl     the server's metrics once a second
     client.jsonl     Locust's CPU once a second
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,18 +35,18 @@ from lowkv.loadtest.records import (
 )
 from lowkv.loadtest.server import Endpoint, ServerSampler
 from lowkv.loadtest.sweep import Ladder
+from lowkv.loadtest.watch import Unwatched, Watch
 from lowkv.loadtest.workload import Workload, workload_from_mapping
 
 _POLL_SECONDS = 0.25
-
-Say = Callable[[str], None]
-"""Takes one line of progress."""
+_UNWATCHED = Unwatched()
 
 
 @dataclass(frozen=True)
 class Run:
     """A run's raw data, read back from its folder."""
 
+    key: str
     workload: Workload
     capacity: int | None
     requests: list[RequestRecord]
@@ -67,6 +65,7 @@ class Run:
                 f"no finished load test in {folder}", fix="run `lowkv loadtest` with this folder as --out"
             ) from error
         return cls(
+            key=about["key"],
             workload=workload_from_mapping(about["workload"]),
             capacity=about["capacity"],
             requests=read_requests(folder),
@@ -80,30 +79,34 @@ class Run:
 def run_sweep(
     workload: Workload,
     endpoint: Endpoint,
+    prompts: Path,
     folder: Path,
     *,
     capacity: int | None = None,
-    say: Say = lambda line: None,
+    key: str = "",
+    watch: Watch = _UNWATCHED,
 ) -> Run:
     """Sweeps concurrency on a server that is ready, by the rules of `sweep.Ladder`.
 
-    `folder` must hold `prompts.jsonl` and nothing of an earlier run. `capacity` is the predicted number of
-    resident sequences, where the knee is looked for first. Ends by itself: no later than one level after
+    `prompts` is a file of `prompts.write_prompts`; `folder` must hold nothing of an earlier run. `capacity` is the
+    predicted number of resident sequences, where the knee is looked for first; `key` is kept with the run, to know it
+    by. Ends by itself: no later than one level after
     `workload.time_limit_seconds`.
 
     Raises LowkvError when the server or Locust ends, or when every request of a level fails.
     """
     clock = Clock()
-    plan = ClientPlan(endpoint.url, endpoint.model, workload.output_tokens, workload.processes)
+    plan = ClientPlan(endpoint.url, endpoint.model, str(prompts.absolute()), workload.output_tokens, workload.processes)
     ladder = Ladder(workload.levels, workload.saturation, capacity, workload.knee_probes)
     started = clock()
     with (
         ServerSampler(endpoint, folder / "server.jsonl", clock) as sampler,
         LocustProcess(folder, plan, clock) as locust,
     ):
-        sweep = _Sweep(workload, folder, clock, locust, sampler, say)
+        sweep = _Sweep(workload, folder, clock, locust, sampler, watch)
         cut_short = sweep.climb(ladder, started + workload.time_limit_seconds)
     about: dict[str, Any] = {
+        "key": key,
         "workload": workload.to_mapping(),
         "model": endpoint.model,
         "capacity": capacity,
@@ -137,14 +140,14 @@ class _Sweep:
         clock: Clock,
         locust: LocustProcess,
         sampler: ServerSampler,
-        say: Say,
+        watch: Watch,
     ) -> None:
         self._workload = workload
         self._folder = folder
         self._clock = clock
         self._locust = locust
         self._sampler = sampler
-        self._say = say
+        self._watch = watch
         self._records = _Tail(folder)
 
     def climb(self, ladder: Ladder, deadline: float) -> bool:
@@ -164,7 +167,7 @@ class _Sweep:
             with (self._folder / "windows.jsonl").open("a", encoding="utf-8") as file:
                 file.write(window.to_json() + "\n")
             kept = f"{verdict.kept} of {verdict.attempted} requests within the SLO"
-            self._say(f"{level} users: {kept}, {'passed' if verdict.passed else 'missed'}")
+            self._watch.note(f"  {level} users: {kept}, {'passed' if verdict.passed else 'missed'}")
         return cut_short
 
     def _measure(self, level: int) -> tuple[Window, Verdict]:
@@ -227,7 +230,7 @@ class _Sweep:
                 f", {self._clock() - since:.0f} s; on the server {sample.running} running, {sample.waiting} waiting, "
                 f"KV {share:.0%}"
             )
-        self._say(doing)
+        self._watch.status(doing)
         time.sleep(_POLL_SECONDS)
 
 

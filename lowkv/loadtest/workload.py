@@ -7,44 +7,25 @@ byte budget of the KV cache, warm-up, window and SLO. Unknown keys are refused, 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from lowkv.configfile import ConfigError, Key, check_keys, integer, mapping, read_document
 from lowkv.errors import LowkvError
 from lowkv.units import parse_bytes
 
 
-class WorkloadError(LowkvError):
-    """A value of a workload that cannot be. `key` is its dotted path, `where` its place in the file once
-    known.
-    """
-
-    def __init__(self, key: str, problem: str, *, where: str | None = None, **parts: Any) -> None:
-        super().__init__(f"{key} {problem}", **parts)
-        self.key = key
-        self.where = where
-
-    def __str__(self) -> str:
-        return f"{super().__str__()} ({self.where})" if self.where else super().__str__()
-
-
-def _whole(key: str, value: object, minimum: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise WorkloadError(key, "is out of range", got=value, expected=f"a whole number, {minimum} or more")
-
-
 def _positive(key: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise WorkloadError(key, "is out of range", got=value, expected="a number greater than 0")
+        raise ConfigError((key,), "is out of range", got=value, expected="a number greater than 0")
 
 
 def _share(key: str, value: object) -> None:
     _positive(key, value)
     if float(value) > 1:  # type: ignore[arg-type]
-        raise WorkloadError(key, "is out of range", got=value, expected="a share, at most 1")
+        raise ConfigError((key,), "is out of range", got=value, expected="a share, at most 1")
 
 
 @dataclass(frozen=True)
@@ -55,11 +36,11 @@ class Lengths:
     maximum: int
 
     def __post_init__(self) -> None:
-        _whole("prompt_tokens", self.minimum, 8)
-        _whole("prompt_tokens", self.maximum, 8)
+        integer("prompt_tokens", self.minimum, minimum=8)
+        integer("prompt_tokens", self.maximum, minimum=8)
         if self.minimum > self.maximum:
-            raise WorkloadError(
-                "prompt_tokens",
+            raise ConfigError(
+                ("prompt_tokens",),
                 "is an empty range",
                 got=[self.minimum, self.maximum],
                 expected="[shortest, longest]",
@@ -87,8 +68,8 @@ class Warmup:
         _positive("maximum_seconds", self.maximum_seconds)
         _share("occupancy", self.occupancy)
         if self.minimum_seconds > self.maximum_seconds:
-            raise WorkloadError(
-                "maximum_seconds",
+            raise ConfigError(
+                ("maximum_seconds",),
                 "is less than minimum_seconds",
                 got=self.maximum_seconds,
                 expected=f"{self.minimum_seconds} or more",
@@ -150,33 +131,33 @@ class Workload:
 
     def __post_init__(self) -> None:
         for key in ("output_tokens", "saturation", "minimum_requests", "repeats", "prompts", "processes"):
-            _whole(key, getattr(self, key))
-        _whole("output_tokens", self.output_tokens, 2)
-        _whole("knee_probes", self.knee_probes, 0)
-        _whole("seed", self.seed, 0)
+            integer(key, getattr(self, key), minimum=1)
+        integer("output_tokens", self.output_tokens, minimum=2)
+        integer("knee_probes", self.knee_probes, minimum=0)
+        integer("seed", self.seed, minimum=0)
         _positive("window_seconds", self.window_seconds)
         _positive("time_limit_seconds", self.time_limit_seconds)
         if self.kv_budget is not None:
-            _whole("kv_budget", self.kv_budget, 2**16)
+            integer("kv_budget", self.kv_budget, minimum=2**16)
         if not self.levels:
-            raise WorkloadError("levels", "is empty", expected="for example [1, 2, 4, 8]")
+            raise ConfigError(("levels",), "is empty", expected="for example [1, 2, 4, 8]")
         for level in self.levels:
-            _whole("levels", level)
+            integer("levels", level, minimum=1)
         if list(self.levels) != sorted(set(self.levels)):
-            raise WorkloadError(
-                "levels", "must rise", got=list(self.levels), expected="each number larger than the one before"
+            raise ConfigError(
+                ("levels",), "must rise", got=list(self.levels), expected="each number larger than the one before"
             )
         if self.levels[-1] > self.saturation:
-            raise WorkloadError(
-                "saturation",
+            raise ConfigError(
+                ("saturation",),
                 "is not the largest level",
                 got=self.saturation,
                 expected=f"{self.levels[-1]} or more",
                 fix="raise saturation, or take the larger levels out",
             )
         if self.processes > self.saturation:
-            raise WorkloadError(
-                "processes", "exceeds the number of users", got=self.processes, expected=f"at most {self.saturation}"
+            raise ConfigError(
+                ("processes",), "exceeds the number of users", got=self.processes, expected=f"at most {self.saturation}"
             )
 
     @property
@@ -197,126 +178,53 @@ class Workload:
 def load_workload(path: str | Path) -> Workload:
     """The workload in a YAML file, named by the file's stem unless it names itself.
 
-    Raises LowkvError for a file that cannot be read, WorkloadError, with the line, for a value that cannot
-    be.
+    Raises LowkvError for a file that cannot be read, ConfigError, with the line, for a value that cannot be.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise LowkvError(
-            f"cannot read workload {path}: {reason}",
-            fix="give the path of a workload's YAML file, for example loadtest/workloads/demo.yaml",
-        ) from error
-    plain, lines = _parsed(text, path.name)
-
-    def where(key: str) -> str:
-        while key and key not in lines:
-            key = key.rpartition(".")[0]
-        return f"{path.name}, line {lines[key]}" if key else path.name
-
-    return _workload({"name": path.stem} | plain, where)
+    document = read_document(path, "workload")
+    return _workload({"name": path.stem} | document.value, document.where)
 
 
 def workload_from_mapping(plain: Mapping[str, Any]) -> Workload:
-    """The workload in plain values (see `Workload.to_mapping`). Raises WorkloadError for a value that cannot
-    be.
-    """
+    """The workload in plain values (see `Workload.to_mapping`). Raises ConfigError for a value that cannot be."""
     return _workload(plain, lambda key: None)
 
 
-def _workload(plain: Mapping[str, Any], where: Callable[[str], str | None]) -> Workload:
+def _workload(plain: Mapping[Any, Any], where: Callable[[Key], str | None]) -> Workload:
     try:
-        _check_keys("", plain, Workload)
-        values = dict(plain)
-        values["prompt_tokens"] = _lengths(plain["prompt_tokens"])
-        if not isinstance(plain["levels"], list | tuple):
-            raise WorkloadError("levels", "has the wrong type", got=plain["levels"], expected="a list of numbers")
-        values["levels"] = tuple(plain["levels"])
-        if isinstance(plain.get("kv_budget"), str):
-            values["kv_budget"] = _budget(plain["kv_budget"])
-        for key, section in (("slo", Slo), ("warmup", Warmup)):
-            if key in plain:
-                values[key] = _section(key, plain[key], section)
-        return Workload(**values)
-    except WorkloadError as error:
+        check_keys((), plain, Workload, {"slo": "for example: `slo: {ttft_seconds: 2, tpot_seconds: 0.2}`"})
+        return Workload(**{key: _converted(key, value) for key, value in plain.items()})
+    except ConfigError as error:
         error.where = where(error.key)
         raise
 
 
-def _section(key: str, plain: object, section: Any) -> Any:
-    if not isinstance(plain, Mapping):
-        raise WorkloadError(key, "has the wrong type", got=plain, expected="a mapping: one key and value a line")
-    _check_keys(f"{key}.", plain, section)
-    try:
-        return section(**plain)
-    except WorkloadError as error:
-        raise _below(key, error) from None
-
-
-def _below(key: str, error: WorkloadError) -> WorkloadError:
-    problem = error.message.removeprefix(f"{error.key} ")
-    return WorkloadError(f"{key}.{error.key}", problem, got=error.got, expected=error.expected, fix=error.fix)
-
-
-def _lengths(value: object) -> Lengths:
-    if isinstance(value, list | tuple) and len(value) == 2:
-        return Lengths(*value)
-    if isinstance(value, int):
-        return Lengths(value, value)
-    raise WorkloadError(
-        "prompt_tokens", "has the wrong type", got=value, expected="a number of tokens, or [shortest, longest]"
-    )
-
-
-def _budget(value: str) -> int:
-    try:
-        return parse_bytes(value)
-    except LowkvError as error:
-        raise WorkloadError("kv_budget", "is not a size", got=value, expected=error.expected, fix=error.fix) from None
-
-
-def _check_keys(prefix: str, plain: Mapping[str, Any], section: Any) -> None:
-    allowed = [f.name for f in fields(section)]
-    for name in plain:
-        if name not in allowed:
-            close = difflib.get_close_matches(str(name), allowed, n=1)
-            raise WorkloadError(
-                f"{prefix}{name}",
-                "is not a key of a workload",
-                expected="one of " + ", ".join(allowed),
-                fix=f"did you mean {close[0]}?" if close else None,
+def _converted(key: str, value: Any) -> Any:
+    """`value` as `Workload` wants it, where YAML cannot write that."""
+    match key, value:
+        case "prompt_tokens", [shortest, longest]:
+            return Lengths(shortest, longest)
+        case "prompt_tokens", int():
+            return Lengths(value, value)
+        case "prompt_tokens", _:
+            raise ConfigError(
+                (key,), "has the wrong type", got=value, expected="a number of tokens, or [shortest, longest]"
             )
-    for f in fields(section):
-        if f.name not in plain and f.default is MISSING and f.default_factory is MISSING:
-            raise WorkloadError(f"{prefix}{f.name}", "is missing")
-
-
-def _parsed(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """A YAML file's plain values, and the line of each by its dotted path."""
-    import yaml
-
-    lines: dict[str, int] = {}
-    try:
-        root = yaml.compose(text, yaml.SafeLoader)
-        plain = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{name}, line {mark.line + 1}" if mark else name
-        raise LowkvError(f"not YAML: {getattr(error, 'problem', error)} ({place})") from error
-    if not isinstance(root, yaml.MappingNode):
-        raise LowkvError(f"workload {name} is empty or not a mapping", fix="write one `key: value` a line")
-
-    def walk(node: yaml.MappingNode, prefix: str) -> None:
-        for key_node, value_node in node.value:
-            key, line = f"{prefix}{key_node.value}", key_node.start_mark.line + 1
-            if key in lines:
-                place = f"{name}, lines {lines[key]} and {line}"
-                raise WorkloadError(key, "is given twice", fix="keep one of the two", where=place)
-            lines[key] = line
-            if isinstance(value_node, yaml.MappingNode):
-                walk(value_node, f"{key}.")
-
-    walk(root, "")
-    return plain, lines
+        case "levels", [*levels]:
+            return tuple(levels)
+        case "levels", _:
+            raise ConfigError((key,), "has the wrong type", got=value, expected="a list of numbers")
+        case "kv_budget", str():
+            try:
+                return parse_bytes(value)
+            except LowkvError as error:
+                raise ConfigError((key,), "is not a size", got=value, expected=error.expected, fix=error.fix) from None
+        case (("slo" | "warmup"), _):
+            section: Any = Slo if key == "slo" else Warmup
+            values = mapping(key, value)
+            try:
+                check_keys((), values, section)
+                return section(**values)
+            except ConfigError as error:
+                raise error.below(key) from None
+    return value
