@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -78,7 +78,7 @@ def lowkv(
     lowkv build build/recipes/smollm2-kivi2.yaml  recipe -> engine
     lowkv repo engines/smollm2-kivi2              engine -> model repository
     lowkv serve repos/smollm2-kivi2               repository -> Triton, ready
-    lowkv loadtest loadtest/workloads/steady.yaml server -> report
+    lowkv loadtest WORKLOAD repos/smollm2-kivi2   repository -> report
     """
 
 
@@ -262,7 +262,7 @@ def serve(
     from lowkv.terminal import StageProgress
     from lowkv.triton.server import TritonServer
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop in order for `kill` too
+    _stop_in_order()
     with StageProgress() as progress:
         server = TritonServer(
             repository,
@@ -285,6 +285,58 @@ def serve(
     finally:
         server.stop()
     raise LowkvError(f"the server ended by itself with status {status}", fix="-v shows its log, --log keeps it")
+
+
+@app.command()
+def loadtest(
+    workload: Annotated[Path, typer.Argument(help="A workload's YAML file.", show_default=False)],
+    repositories: Annotated[
+        list[Path], typer.Argument(help="Model repositories, each served in its turn.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of records and report.", show_default="reports/WORKLOAD'S NAME")
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="A server that runs already, http://HOST:PORT; needs --metrics-url.", show_default=False),
+    ] = None,
+    metrics_url: Annotated[
+        str | None, typer.Option(help="Its metrics, http://HOST:PORT/metrics.", show_default=False)
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to cut the prompts from.", show_default="Wikipedia articles")
+    ] = None,
+    quality: Annotated[
+        Path | None, typer.Option(help="JSON of `lowkv eval --out`, for the same page.", show_default=False)
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
+) -> None:
+    """Load-tests model repositories with Locust, each on fresh servers, and reports on one page.
+
+    \b
+    lowkv loadtest loadtest/workloads/demo.yaml repos/smollm2-kivi2 repos/smollm2-fp16
+    lowkv loadtest my.yaml repos/mine --url http://box:8000 --metrics-url http://box:8002/metrics
+    """
+    from lowkv.loadtest.entry import RunningServer, load_test
+    from lowkv.loadtest.watch import TerminalWatch
+    from lowkv.loadtest.workload import load_workload
+
+    if (url is None) != (metrics_url is None):
+        raise LowkvError("--url and --metrics-url belong together", fix="give both, or none to start fresh servers")
+    terms = load_workload(workload)
+    _stop_in_order()
+    with TerminalWatch() as watch:
+        page = load_test(
+            terms,
+            repositories,
+            Path("reports") / terms.name if out is None else out,
+            running=RunningServer(url, metrics_url) if url is not None and metrics_url is not None else None,
+            text=text,
+            quality=None if quality is None else _json(quality),
+            fresh=fresh,
+            watch=watch,
+        )
+    print(f"written: {page} and {page.with_suffix('.json').name}")
 
 
 @app.command(name="eval")
@@ -338,6 +390,31 @@ def evaluate(
 
 
 @app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of records and report.")] = Path("reports/demo"),
+    workload: Annotated[
+        Path | None, typer.Option(help="A workload's YAML file.", show_default="the demo's own")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Make and measure everything again.")] = False,
+) -> None:
+    """All of it on this machine: engines, repositories, quality, load tests, one page. Needs no GPU.
+
+    What is finished is kept: a demo that was stopped goes on where it was.
+
+    \b
+    lowkv demo
+    lowkv demo --fresh --out reports/again
+    """
+    from lowkv.demo import DemoFolders, run_demo
+    from lowkv.loadtest.watch import TerminalWatch
+
+    _stop_in_order()
+    with TerminalWatch() as watch:
+        page = run_demo(DemoFolders(out=out), workload=workload, fresh=fresh, watch=watch)
+    print(f"written: {page} and {page.with_suffix('.json').name}")
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -356,6 +433,21 @@ def doctor(
         console = _console()
         for part in render(findings):
             console.print(part)
+
+
+def _stop_in_order() -> None:
+    """`kill` stops the command as Ctrl-C does: what it started is stopped first."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        plain = json.loads(_text(path))
+    except ValueError as error:
+        raise LowkvError(f"{path} is not JSON: {error}") from error
+    if not isinstance(plain, dict):
+        raise LowkvError(f"{path} does not hold what was expected", got=plain, expected="a JSON object")
+    return plain
 
 
 def _text(path: Path) -> str:
