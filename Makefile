@@ -7,6 +7,7 @@ RECIPE ?= build/recipes/smollm2-kivi2.yaml
 NAME   := $(notdir $(basename $(RECIPE)))
 ENGINE ?= engines/$(NAME)
 REPO   ?= repos/$(NAME)
+WORKLOAD ?= loadtest/workloads/demo.yaml
 # A Python of 3.11 or newer. PyTorch's CPU build and everything else here was tested with 3.11.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -21,7 +22,7 @@ PIP_FLAGS := -qq --disable-pip-version-check
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
-	@echo "Variables: RECIPE=$(RECIPE) ENGINE=$(ENGINE) REPO=$(REPO) PLAN=$(PLAN)"
+	@echo "Variables: RECIPE=$(RECIPE) ENGINE=$(ENGINE) REPO=$(REPO) WORKLOAD=$(WORKLOAD)"
 
 setup: $(READY) ## Install everything into .venv
 
@@ -52,19 +53,18 @@ demo: $(READY) ## Model to report, on a machine without a GPU (reports/demo/repo
 bench: $(READY) ## Side-by-side measurements (reports/bench.json)
 	@$(BIN)/python benchmarks/run_all.py
 
-build-engine: $(ENGINE)/engine.json ## Recipe to engine directory
-
-$(ENGINE)/engine.json: $(RECIPE) | $(READY)
+# `lowkv build` itself sees whether the engine is the recipe's, and leaves it alone then.
+build-engine: $(READY) ## Recipe to engine directory
 	@$(BIN)/lowkv build $(RECIPE) --out $(ENGINE) --force
 
-model-repo: $(ENGINE)/engine.json ## Engine to Triton model repository
+model-repo: build-engine ## Engine to Triton model repository
 	@$(BIN)/lowkv repo $(ENGINE) --out $(REPO) --force
 
 deploy: model-repo ## Serve the repository on a Triton Inference Server on this machine
 	@$(BIN)/lowkv serve $(REPO)
 
-load-test: $(READY) ## Load-test a running server by PLAN
-	@$(BIN)/lowkv loadtest $(PLAN)
+load-test: model-repo ## Load-test the repository on servers of its own
+	@$(BIN)/lowkv loadtest $(WORKLOAD) $(REPO) --out reports/$(NAME)
 
 clean: ## Remove what was built (not .venv)
 	rm -rf engines repos reports

