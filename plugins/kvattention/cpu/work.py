@@ -128,6 +128,12 @@ def _grouped(codec):
 
 
 @njit(**_options)
+def _mult(codec, scale):
+    """What a decoded value of a plain codec is multiplied by."""
+    return np.float32(256.0) * scale if codec == _E4M3 else np.float32(1.0)
+
+
+@njit(**_options)
 def _code16(codec, x):
     """16-bit code of a float32 in model precision (f16 saturates)."""
     if codec == _F16:
@@ -252,13 +258,14 @@ def _unpack_cold(layer, head, arena, block, keys, values, k_scale, v_scale):
     row = group * _bits(codec) // 8
     k = record + head * channels * row
     params = record + 4 * (layer[K_PARAMS] + head * channels)
-    dequantize(codec, 0, k, row, channels, group // 16, keys, 4 * group, params, 4, 0, k_scale)
+    dequantize(codec, 0, k, row, channels, group // 16, keys, 4 * group, params, 4, 0, _mult(codec, k_scale))
     codec = layer[COLD_V]
     row = channels * _bits(codec) // 8
     words = (channels + 31) // 32
     v = record + 4 * layer[V_CODES] + head * group * row
     params = record + 4 * (layer[V_PARAMS] + head * group * words)
-    dequantize(codec, 0, v, row, group, channels // 16, values, 4 * channels, params, 4 * words, 4, v_scale)
+    mult = _mult(codec, v_scale)
+    dequantize(codec, 0, v, row, group, channels // 16, values, 4 * channels, params, 4 * words, 4, mult)
 
 
 @njit(**_options)
@@ -371,10 +378,7 @@ def _attend(call, layer, s, head, token, tokens, scratch):
                 own_values = carray(pointer(values), (group, channels), np.float32)
                 _load_own(layer, head, k, call[K_ROW], v, call[V_ROW], own_keys, own_values)
             elif cold:
-                fp8 = np.float32(256.0)
-                _unpack_cold(
-                    layer, head, call[ARENA], table[block], keys, values, fp8 * k_scale, fp8 * v_scale
-                )
+                _unpack_cold(layer, head, call[ARENA], table[block], keys, values, k_scale, v_scale)
             else:
                 _unpack_hot(layer, head, call[ARENA], table[block], keys, values)
             k_codec, v_codec = F32_CODEC, F32_CODEC
@@ -417,7 +421,7 @@ def _attend(call, layer, s, head, token, tokens, scratch):
             out_at = scratch + 4 * (_OUTPUTS + tile * Q_STRIDE)
             corr_at = scratch + 4 * _CORR
             vectors = group // 16
-            mult = np.float32(256.0) * k_scale if k_codec == _E4M3 else np.float32(1.0)
+            mult = _mult(k_codec, k_scale)
             if _grouped(k_codec):
                 premultiply(0, count, q_at, k_params, channels, scratch + 4 * _SCALED, scratch + 4 * _INIT)
                 q_at = scratch + 4 * _SCALED
@@ -445,7 +449,7 @@ def _attend(call, layer, s, head, token, tokens, scratch):
                 )
             else:
                 if v_codec == _E4M3:
-                    by = np.float32(256.0) * v_scale
+                    by = _mult(v_codec, v_scale)
                     for r in range(count):
                         for t in range(group):
                             weights[r, t] *= by
