@@ -478,6 +478,35 @@ def softmax(
 
 
 @intrinsic
+def prefetch(_typing: Any, address: Any, size: Any) -> Typed:
+    """Ask for the cache lines of ``size`` bytes from a 64-byte aligned address."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Value:
+        module, name = builder.module, "kvattention_prefetch"
+        if name not in module.globals:
+            function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64, I64]), name)
+            function.linkage = "linkonce_odr"
+            _emit_prefetch(function)
+        builder.call(module.globals[name], arguments)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+def _emit_prefetch(function: Function) -> None:
+    e = Emitter(function)
+    address, size = function.args
+    bytes_pointer = ir.PointerType(I8)
+    kind = ir.FunctionType(ir.VoidType(), [bytes_pointer, I32, I32, I32])
+    name = "llvm.prefetch.p0"
+    instruction = function.module.globals.get(name) or ir.Function(function.module, kind, name)
+    read, near, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
+    with e.loop(integer(0), size, 64) as offset:
+        e.b.call(instruction, [e.b.inttoptr(e.at(address, offset), bytes_pointer), read, near, data])
+    e.finish()
+
+
+@intrinsic
 def fetch_add(_typing: Any, address: Any, amount: Any) -> Typed:
     """Atomically add to the int64 at an address; returns the value before."""
 

@@ -25,6 +25,7 @@ from kvattention.cpu.microkernels import (
     half_bits,
     half_value,
     pointer,
+    prefetch,
     premultiply,
     scores,
     softmax,
@@ -317,6 +318,22 @@ def _append(call, layer, s, head, scratch):
 
 
 @njit(**_options)
+def _prefetch_cold(layer, head, arena, block):
+    """Ask for one head of a cold block: its four parts lie apart, each too short for the hardware to see coming."""
+    channels, group = layer[HEAD_DIM], layer[GROUP]
+    record = arena + 4 * (np.int64(block) * UNIT_WORDS + layer[COLD_OFFSET])
+    k_bytes = channels * group * _bits(layer[COLD_K]) // 8
+    v_bytes = channels * group * _bits(layer[COLD_V]) // 8
+    prefetch(record + head * k_bytes, k_bytes)
+    prefetch(record + 4 * layer[V_CODES] + head * v_bytes, v_bytes)
+    if _grouped(layer[COLD_K]):
+        prefetch(record + 4 * (layer[K_PARAMS] + head * channels), 4 * channels)
+    if _grouped(layer[COLD_V]):
+        params = (channels + 31) // 32
+        prefetch(record + 4 * (layer[V_PARAMS] + head * group * params), 4 * group * params)
+
+
+@njit(**_options)
 def _attend(call, layer, s, head, token, tokens, scratch):
     """Queries ``token .. token + tokens`` of sequence s, all heads that share the KV head."""
     channels, group = layer[HEAD_DIM], layer[GROUP]
@@ -369,6 +386,8 @@ def _attend(call, layer, s, head, token, tokens, scratch):
         own = start >= past
         cold = cold_begin <= block < cold_end
         direct = own and not cold and cold_begin <= block < direct_end
+        if cold_begin <= block + 1 < cold_end:
+            _prefetch_cold(layer, head, call[ARENA], table[block + 1])
         if not fused or direct:
             keys, values = scratch + 4 * _KEYS, scratch + 4 * _VALUES
             if direct:
