@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowkv.errors import LowkvError
+from lowkv.units import parse_bytes
 
 if TYPE_CHECKING:
     import yaml
@@ -72,6 +73,14 @@ def text(key: str, value: object) -> None:
     """Raises ConfigError unless `value` is a string that is not empty."""
     if not isinstance(value, str) or not value:
         raise ConfigError((key,), "has the wrong type", got=value, expected="a text that is not empty")
+
+
+def byte_size(key: str, value: str) -> int:
+    """Bytes from a text such as `64MiB`. Raises ConfigError for anything else."""
+    try:
+        return parse_bytes(value)
+    except LowkvError as error:
+        raise ConfigError((key,), "is not a size", got=value, expected=error.expected, fix=error.fix) from None
 
 
 def check_keys(key: Key, plain: Mapping[Any, Any], section: Any, examples: Mapping[str, str] | None = None) -> None:

@@ -15,10 +15,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lowkv.configfile import ConfigError, Key, check_keys, choice, integer, mapping, read_document, text
-from lowkv.errors import LowkvError
+from lowkv.configfile import ConfigError, Key, byte_size, check_keys, choice, integer, mapping, read_document, text
 from lowkv.kvcache.formats import FORMATS
-from lowkv.units import parse_bytes
 
 GROUP_SIZES = (32, 64, 128)
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -330,10 +328,7 @@ def _section(key: str, plain: object, section: Any) -> Any:
 def _converted(name: str, value: object) -> object:
     """`value` as its dataclass wants it, where YAML and JSON cannot write that."""
     if name == "budget" and isinstance(value, str):
-        try:
-            return parse_bytes(value)
-        except LowkvError as error:
-            raise ConfigError((name,), "is not a size", got=value, expected=error.expected, fix=error.fix) from None
+        return byte_size(name, value)
     if name == "skip_layers" and isinstance(value, list):
         return tuple(value)
     if name == "overrides" and isinstance(value, Mapping):

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lowkv.configfile import ConfigError, Key, check_keys, integer, mapping, read_document
-from lowkv.errors import LowkvError
-from lowkv.units import parse_bytes
+from lowkv.configfile import ConfigError, Key, byte_size, check_keys, integer, mapping, read_document
 
 
 def _positive(key: str, value: object) -> None:
@@ -215,10 +213,7 @@ def _converted(key: str, value: Any) -> Any:
         case "levels", _:
             raise ConfigError((key,), "has the wrong type", got=value, expected="a list of numbers")
         case "kv_budget", str():
-            try:
-                return parse_bytes(value)
-            except LowkvError as error:
-                raise ConfigError((key,), "is not a size", got=value, expected=error.expected, fix=error.fix) from None
+            return byte_size(key, value)
         case (("slo" | "warmup"), _):
             section: Any = Slo if key == "slo" else Warmup
             values = mapping(key, value)
