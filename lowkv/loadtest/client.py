@@ -1,4 +1,4 @@
-"""What the Locust processes are told, through two small files in the run's folder.
+"""What the Locust processes are told, through small files in the run's folder.
 
 `client.json` says what to ask of which server, once. `control.json` says how many users there should be right
 now; the sweep rewrites it between levels, and Locust's own load shape follows it.
@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowkv.loadtest.records import read_json, write_atomically
+
+READY = "locust-ready"
+"""An empty file that says that Locust follows `control.json` from now on."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ happens.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -17,9 +18,10 @@ from typing import Self, TextIO
 
 from lowkv.assets import asset
 from lowkv.errors import LowkvError
-from lowkv.loadtest.client import ClientPlan, Control
+from lowkv.loadtest.client import READY, ClientPlan, Control
 from lowkv.loadtest.records import ClientSample, Clock
 
+_START_SECONDS = 120.0
 _STOP_SECONDS = 10.0
 _LEAVE_SECONDS = 3600
 """How long a user who leaves between two levels may take to end the request under way: as long as that
@@ -66,7 +68,23 @@ class LocustProcess:
             env={**os.environ, "PYTHONPATH": path},
         )
         self._sampler.start()
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self._end(asked=False)
+            raise
         return self
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while not (self._folder / READY).exists():
+            self.check()
+            if time.monotonic() > deadline:
+                raise LowkvError(
+                    f"Locust did not start within {_START_SECONDS:.0f} s: {self._log_end()}",
+                    fix=f"see {self._folder / 'locust.log'}",
+                )
+            time.sleep(0.05)
 
     def users(self, count: int) -> None:
         """Sets the number of concurrent users; Locust follows within about a second."""
@@ -83,12 +101,15 @@ class LocustProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end(asked=kind is None)
+
+    def _end(self, asked: bool) -> None:
+        """Ends Locust: `asked` gives it the time to write down what is under way."""
         self._stop_sampling.set()
         try:
             Control(users=0, stop=True).write(self._folder)
-            self._process.wait(_STOP_SECONDS if kind is None else 2.0)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS if asked else 0.5)
         finally:
             self._end_session()
             self._sampler.join()

@@ -24,7 +24,7 @@ import gevent
 from geventhttpclient import HTTPClient
 from locust import LoadTestShape, User, constant, events, task
 
-from lowkv.loadtest.client import ClientPlan, Control
+from lowkv.loadtest.client import READY, ClientPlan, Control
 from lowkv.loadtest.prompts import Prompt
 from lowkv.loadtest.records import Clock, InFlight, RequestRecord, Status, write_atomically
 
@@ -33,6 +33,7 @@ ERROR_PAUSE_SECONDS = 0.5
 """A user waits so long after an error, so that a failing server is not hammered by a loop that fails at
 once.
 """
+CONNECT_SECONDS = 10.0
 SPAWN_RATE = 50.0
 
 
@@ -151,11 +152,14 @@ class StreamingUser(User):  # type: ignore[misc]
             gevent.spawn(_process.watch)
         self.process = _process
         self.name = f"{_process.pid}.{next(_process.numbers)}"
-        plan = _process.plan
-        self.http = HTTPClient.from_url(
-            plan.url, concurrency=1, network_timeout=plan.timeout_seconds, connection_timeout=10.0
-        )
+        self.http = self._client()
         self.due = _process.clock()
+
+    def _client(self) -> HTTPClient:
+        plan = self.process.plan
+        return HTTPClient.from_url(
+            plan.url, concurrency=1, network_timeout=plan.timeout_seconds, connection_timeout=CONNECT_SECONDS
+        )
 
     def on_stop(self) -> None:
         self.http.close()
@@ -197,6 +201,7 @@ class StreamingUser(User):  # type: ignore[misc]
                 self._tell_locust(request)
         if status == "error":
             self.http.close()
+            self.http = self._client()
             gevent.sleep(ERROR_PAUSE_SECONDS)
             self.due = process.clock()
 
@@ -243,8 +248,11 @@ class FollowControl(LoadTestShape):  # type: ignore[misc]
         self._parent = os.getppid()
 
     def tick(self) -> tuple[int, float] | None:
+        folder = Path(self.runner.environment.parsed_options.run_folder)
+        # Locust asks for the first time when it, and all its workers, are ready.
+        (folder / READY).touch()
+        control = Control.read(folder)
         # The sweep that started us is gone when our parent has changed: then nobody reads the answers.
-        control = Control.read(Path(self.runner.environment.parsed_options.run_folder))
         if control.stop or os.getppid() != self._parent:
             return None
         return control.users, SPAWN_RATE

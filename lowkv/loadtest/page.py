@@ -202,9 +202,9 @@ def _reading(report: Report) -> str:
         f"Same weights, kernels and scheduler ({_text(report['policy'])}, max_tokens {report['max_tokens']}) for all; "
         f"KV budget {format_bytes(report['kv_budget_bytes'])}, scales and residual inside. "
         f"SLO: first token within {slo['ttft_seconds']:g} s and {1000 * slo['tpot_seconds']:g} ms per output token, "
-        f"kept by {slo['attainment']:.0%} of the requests. G0, G1 and G2 are three answers to three questions and are not to be "
-        "multiplied; effective bits are of a whole sequence of this length. A capacity gain is not a throughput "
-        "gain: that is why both are here.</p>"
+        f"kept by {slo['attainment']:.0%} of the requests. G0, G1 and G2 are three answers to three questions and "
+        "are not to be multiplied; effective bits are of a whole sequence of this length. A capacity gain is not a "
+        "throughput gain: that is why both are here.</p>"
     )
 
 
@@ -257,7 +257,7 @@ def _levels(report: Report) -> str:
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     note = (
         '<p class="note">* the limit of warm-up came before every user had had a first token at this level. '
-        "Requests are counted where their first token arrived inside the window; only tokens inside it count for tok/s. "
+        "Requests are counted where their first token arrived inside the window; only tokens inside it count. "
         "KV max is what was in use; admission also counts what is promised.</p>"
     )
     return table + note
@@ -274,7 +274,7 @@ def _how(report: Report) -> str:
         "scheduler": f"{report['policy']}, at most {report['max_sequences']} sequences, "
         f"{report['max_tokens_per_step']} tokens a step; no prefix reuse",
         "windows": f"{workload['window_seconds']:g} s, or longer until {workload['minimum_requests']} requests are "
-        f"decided, after warm-up at load without draining; {workload['repeats']} fresh server(s) per format, in random order",
+        f"decided, after warm-up at load without draining; {workload['repeats']} fresh server(s) per format",
         "client": "Locust, closed loop, generate_stream; the clock is read when each line arrives",
         "void if": "client CPU above 80 % of a core, dispatch delay p99 above 5 % of the median TTFT, or any error",
     }

@@ -98,11 +98,11 @@ def run_sweep(
     clock = Clock()
     plan = ClientPlan(endpoint.url, endpoint.model, str(prompts.absolute()), workload.output_tokens, workload.processes)
     ladder = Ladder(workload.levels, workload.saturation, capacity, workload.knee_probes)
-    started = clock()
     with (
         ServerSampler(endpoint, folder / "server.jsonl", clock) as sampler,
         LocustProcess(folder, plan, clock) as locust,
     ):
+        started = clock()
         sweep = _Sweep(workload, folder, clock, locust, sampler, watch)
         cut_short = sweep.climb(ladder, started + workload.time_limit_seconds)
     about: dict[str, Any] = {
