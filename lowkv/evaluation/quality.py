@@ -20,6 +20,7 @@ the whole vocabulary, without keeping any distribution.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -43,7 +44,6 @@ Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in all), every format's tokens counted."""
 
 TOKENS = 4096
-FULL_TOKENS = 65_536
 WINDOW = 1024
 BASELINE = "fp16"
 CONFIDENCE = 0.95
@@ -171,8 +171,7 @@ def evaluate(
 
     Args:
         engines: by the name they are to be reported under.
-        text: documents, of which the first `window` tokens of each one that has as many are used; None is
-            `lowkv.evaluation.text.wikipedia()`.
+        text: documents; None is `lowkv.evaluation.text.wikipedia()`.
         tokens: about how many to use in all: `tokens / window` windows, at least one.
         window: tokens per window.
         baseline: name of the engine to compare with; None is FP16 KV over the first engine's weights, under the
@@ -181,7 +180,8 @@ def evaluate(
         progress: told how far it is.
 
     Raises:
-        LowkvError: no engines, differing vocabularies, an unknown baseline, or not enough text.
+        LowkvError: no engines, differing vocabularies, an unknown baseline, a window beyond the model's positions,
+            or not enough text.
     """
     from lowkv.evaluation.text import SOURCE, wikipedia
 
@@ -191,6 +191,12 @@ def evaluate(
         text, source = (article for _, article in wikipedia()), SOURCE
     subjects = _subjects(engines, baseline)
     first = next(iter(engines.values()))
+    if window > first.model_config.max_positions:
+        raise LowkvError(
+            "the window is longer than the model's positions",
+            got=window,
+            expected=f"at most {first.model_config.max_positions}",
+        )
     ids, bos = windows_of(first.tokenizer(), text, max(1, tokens // window), window)
     name = baseline or next(s.name for s in subjects if not s.plan.seals)
     scores = score(subjects, name, ids, progress)
@@ -207,27 +213,38 @@ def evaluate(
 def windows_of(
     tokenizer: Tokenizer, documents: Iterable[str], count: int, length: int
 ) -> tuple[npt.NDArray[np.int64], bool]:
-    """The first `length` tokens of each of the first `count` documents that have as many.
+    """Windows out of documents: the beginning of each one that is long enough, then its next tokens, and so on.
 
     Returns:
-        [count, length] token ids, and whether the tokenizer puts a BOS token in front.
+        [count, length] token ids, and whether each window begins with what the tokenizer puts before a text (BOS).
 
     Raises:
-        LowkvError: too few documents are that long.
+        LowkvError: there is not so much text.
     """
-    found = []
-    for document in documents:
-        ids = tokenizer.encode(document[: 16 * length])
-        if len(ids) >= length:
-            found.append(ids[:length])
-        if len(found) == count:
-            bos = tokenizer.encode(document[:100]) != tokenizer.encode(document[:100], add_special=False)
-            return np.array(found, np.int64), bos
+    bare, full = tokenizer.encode("a", add_special=False), tokenizer.encode("a")
+    head = full[: next(at for at in range(len(full)) if full[at : at + len(bare)] == bare)]
+    size = length - len(head)
+    found: list[list[int]] = []
+    waiting: Iterable[str] = documents
+    for turn in itertools.count():
+        longer = []
+        for document in waiting:
+            # A token is hardly ever longer than 16 characters: the first turn need not read whole documents.
+            text = document if turn else document[: 16 * length]
+            ids = tokenizer.encode(text, add_special=False)[turn * size : (turn + 1) * size]
+            if len(ids) == size:
+                found.append([*head, *ids])
+                longer.append(document)
+            if len(found) == count:
+                return np.array(found, np.int64), bool(head)
+        if not longer:
+            break
+        waiting = longer
     raise LowkvError(
         "there is not enough text to evaluate on",
-        got=f"{len(found)} documents of {length} tokens",
+        got=f"{len(found)} windows of {length} tokens",
         expected=f"{count}",
-        fix="ask for fewer tokens or a shorter window",
+        fix="give more text, or ask for fewer tokens or a shorter window",
     )
 
 
@@ -350,10 +367,10 @@ def _subjects(engines: Mapping[str, EngineDir], baseline: str | None) -> list[Su
     vocabularies = {name: engine.model_config.vocab for name, engine in engines.items()}
     if len(set(vocabularies.values())) > 1:
         raise LowkvError("the engines are not of one model: their vocabularies differ", got=vocabularies)
-    decoders: dict[str, Decoder] = {}
+    decoders: dict[frozenset[Any], Decoder] = {}
     subjects = []
     for name, engine in engines.items():
-        key = engine.weights_sha256
+        key = frozenset((file, record.sha256) for file, record in engine.manifest.files.items())
         if key not in decoders:
             decoders[key] = engine.load_decoder()
         subjects.append(Subject(name, decoders[key], engine.cache_plan))

