@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import lowkv
+from lowkv.assets import asset
 from lowkv.errors import LowkvError
 from lowkv.recipe import TritonConfig
 from lowkv.triton.config import TritonModelConfig, config_from_pbtxt
@@ -109,7 +109,7 @@ def write_repository(
         new.chmod(0o755)
         version = new / name / _VERSION
         version.mkdir(parents=True)
-        shutil.copyfile(_shim(), version / "model.py")
+        shutil.copyfile(asset(f"model_repo/{_VERSION}/model.py"), version / "model.py")
         if copy:
             shutil.copytree(opened.path, version / "engine")
             where = f"{_VERSION}/engine"
@@ -153,13 +153,3 @@ def _replace(new: Path, out: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-old-", dir=out.parent) as old:
         out.rename(Path(old) / out.name)
         new.rename(out)
-
-
-def _shim() -> Path:
-    """model_repo/1/model.py: inside the installed package, or in the checkout."""
-    package = Path(lowkv.__file__).parent
-    for folder in (package / "_data", package.parent):
-        shim = folder / "model_repo" / _VERSION / "model.py"
-        if shim.is_file():
-            return shim
-    raise LowkvError("lowkv is not installed whole: model_repo/1/model.py is missing", fix="install lowkv again")
