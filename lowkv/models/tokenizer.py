@@ -107,13 +107,12 @@ class Tokenizer:
         Raises:
             LowkvError: the model has no chat template, or the template refuses the messages.
         """
-        from jinja2 import TemplateError
-
+        template = self._template
         try:
-            return self._template.render(
+            return template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
             )
-        except TemplateError as error:
+        except Exception as error:  # whatever the checkpoint's code makes of these messages
             raise LowkvError(
                 "the model's chat template refuses these messages",
                 got=str(error),
