@@ -66,14 +66,19 @@ class GenerateClient:
         """The answer piece by piece, each as soon as its line has arrived. Raises as `generate`."""
         body = _body(text, max_tokens, {**fields, "stream": True})
         connection = self._connection()
+        finished = False
         try:
             response = self._post(connection, "generate_stream", body)
             # readline returns at the line's end; read(n) would wait for n bytes and spoil the timing.
             while line := response.readline():
                 if line.startswith(b"data:"):
-                    yield _piece(line[5:], response.status)
+                    piece = _piece(line[5:], response.status)
+                    finished = piece.finish_reason is not None
+                    yield piece
                 elif line.strip() and response.status != 200:
                     _piece(line, response.status)
+            if not finished:
+                raise LowkvError(f"the stream from {self._host}:{self._port} ended before its answer did")
         except (OSError, http.client.HTTPException) as error:
             raise LowkvError(f"the stream from {self._host}:{self._port} broke off: {error}") from error
         finally:

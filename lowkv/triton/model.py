@@ -52,6 +52,8 @@ class _Exchange:
     logprobs: list[float] = field(default_factory=list)
     cum_logprob: float = 0.0
     closed: bool = False
+    # Triton 2.51 crashes when it is asked whether a request is cancelled while, or after, its FINAL flag is sent.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class TritonPythonModel:
@@ -70,6 +72,7 @@ class TritonPythonModel:
         self._max_waiting = settings.max_waiting
         self._lock = threading.Lock()
         self._live: dict[str, _Exchange] = {}
+        self._in_engine = 0  # requests that the engine has not ended; those in _live may still wait to be answered
         self._ids = itertools.count()
         self._deltas: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -79,7 +82,7 @@ class TritonPythonModel:
             plan.effective_bits(engine.max_model_len),
         )
         self._stats = engine.stats()
-        self._loop = EngineLoop(engine, self._deltas.put, self._stepped)
+        self._loop = EngineLoop(engine, self._produced, self._stepped)
         self._threads = [
             threading.Thread(target=self._respond, name="lowkv-responder"),
             threading.Thread(target=self._watch, name="lowkv-watcher"),
@@ -119,7 +122,7 @@ class TritonPythonModel:
         if self._stopping.is_set():
             raise _BusyError("the server is shutting down")
         with self._lock:
-            waiting = len(self._live) - self._stats.running
+            waiting = self._in_engine - self._stats.running
         if waiting >= self._max_waiting:
             raise _BusyError(
                 f"queue full: {waiting} requests are waiting, at most {self._max_waiting} may; try again later "
@@ -133,14 +136,30 @@ class TritonPythonModel:
             exchange.text.append(parsed.text)
         with self._lock:
             self._live[exchange.id] = exchange
+            self._in_engine += 1
         try:
             self._loop.submit(Request(exchange.id, parsed.text, parsed.params))
         except BaseException:
             with self._lock:
                 del self._live[exchange.id]
+                self._in_engine -= 1
             raise
 
     # -- out ---------------------------------------------------------------------------------------------
+
+    def _produced(self, delta: Delta) -> None:
+        """On the engine's thread: must be quick."""
+        if delta.finished:
+            with self._lock:
+                self._in_engine -= 1
+        self._deltas.put(delta)
+
+    def _stepped(self, engine: ServingEngine) -> None:
+        """On the engine's thread, after each step."""
+        stats = engine.stats()
+        if stats.steps_total != self._stats.steps_total:
+            self._metrics.record_step(stats.step_seconds)
+        self._stats = stats
 
     def _respond(self) -> None:
         while (delta := self._deltas.get()) is not None:
@@ -193,24 +212,19 @@ class TritonPythonModel:
 
     def _close(self, exchange: _Exchange, response: Any | None) -> None:
         """Sends the last response, if any, and the FINAL flag; once per request."""
-        with self._lock:
+        with exchange.lock:
             if exchange.closed:
                 return
             exchange.closed = True
+            try:
+                if response is None:
+                    exchange.sender.send(flags=_FINAL)
+                else:
+                    exchange.sender.send(response, flags=_FINAL)
+            except Exception as error:
+                self._log.log_error(f"lowkv: cannot end a request: {type(error).__name__}: {error}")
+        with self._lock:
             self._live.pop(exchange.id, None)
-        try:
-            if response is None:
-                exchange.sender.send(flags=_FINAL)
-            else:
-                exchange.sender.send(response, flags=_FINAL)
-        except Exception as error:
-            self._log.log_error(f"lowkv: cannot end a request: {type(error).__name__}: {error}")
-
-    def _stepped(self, engine: ServingEngine) -> None:
-        stats = engine.stats()
-        if stats.steps_total != self._stats.steps_total:
-            self._metrics.record_step(stats.step_seconds)
-        self._stats = stats
 
     # -- beside ------------------------------------------------------------------------------------------
 
@@ -221,16 +235,22 @@ class TritonPythonModel:
             now = time.monotonic()
             try:
                 if now >= next_look:
-                    live = list(self._live.values())
+                    with self._lock:
+                        live = list(self._live.values())
                     next_look = now + _WATCH_COST * len(live)
                     for exchange in live:
-                        if not exchange.closed and exchange.sender.is_cancelled():
+                        if self._given_up(exchange):
                             self._loop.cancel(exchange.id)
                 if now >= next_metrics:
                     next_metrics = now + _METRICS_INTERVAL
                     self._metrics.publish(self._stats)
             except Exception as error:  # the server must go on serving
                 self._log.log_error(f"lowkv: watcher: {type(error).__name__}: {error}")
+
+    @staticmethod
+    def _given_up(exchange: _Exchange) -> bool:
+        with exchange.lock:
+            return not exchange.closed and bool(exchange.sender.is_cancelled())
 
 
 class _BusyError(Exception):

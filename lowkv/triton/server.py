@@ -66,7 +66,7 @@ class TritonServer:
         tritonserver: Path | None = None,
         log_file: Path | None = None,
         verbose: bool = False,
-        ready_timeout: float = 300.0,
+        ready_timeout: float = 600.0,
         exit_timeout: int = 10,
         progress: Callable[[str], None] | None = None,
         environment: Mapping[str, str] | None = None,
@@ -305,7 +305,8 @@ class TritonServer:
                 raise self._failure(f"the Triton server was not ready after {seconds:.0f} s")
             if seconds - reported >= 0.5:
                 reported = seconds
-                self._progress(f"loading {self.model_name}: {seconds:.0f} s")
+                first = " (kernels are compiled the first time)" if seconds > 10 else ""
+                self._progress(f"loading {self.model_name}: {seconds:.0f} s{first}")
             time.sleep(0.05)
 
     def _answers(self) -> bool:
