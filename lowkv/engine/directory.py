@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from lowkv.engine.targets import find_target
 from lowkv.errors import LowkvError
 from lowkv.kvcache.plan import CachePlan
 from lowkv.models.config import ModelConfig
+from lowkv.models.tokenizer import TOKENIZER_FILES
 from lowkv.recipe import Recipe, recipe_from_mapping
 
 if TYPE_CHECKING:
@@ -146,11 +146,10 @@ class EngineDir:
 
         return Tokenizer.load(self.path, self.model_config.eos)
 
-    @cached_property
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the payload: what the weights take in memory once all of them have been used."""
-        names = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
-        return sum(record.bytes for name, record in self.manifest.files.items() if name not in names)
+        return sum(record.bytes for name, record in self.manifest.files.items() if name not in TOKENIZER_FILES)
 
 
 def read_manifest(path: Path) -> Manifest:

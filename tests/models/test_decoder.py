@@ -138,3 +138,18 @@ def test_candidates_are_the_largest_logits_with_the_log_sum_exp_of_all() -> None
     torch.testing.assert_close(logits.gather(1, ids.long()), values)
     torch.testing.assert_close(lse, logits.exp().sum(-1).log())
     assert candidates(logits[:, :100])[0].shape == (3, 100)
+
+
+def test_the_decoder_can_be_exported(tiny_model: TinyModels) -> None:
+    """Engines of other targets are made by tracing it, with any number of tokens and rows."""
+    decoder = load(tiny_model("qwen3"))
+
+    class Traced(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            return decoder.forward(tokens, positions, lambda layer, q, k, v: q, rows)
+
+    tokens, rows = torch.export.Dim("tokens", min=2, max=512), torch.export.Dim("rows", min=2, max=64)
+    arguments = (torch.arange(5), torch.arange(5), torch.arange(2))
+    exported = torch.export.export(Traced(), arguments, dynamic_shapes=({0: tokens}, {0: tokens}, {0: rows}))
+    other = (torch.arange(9), torch.arange(9), torch.arange(3))
+    torch.testing.assert_close(exported.module()(*other), Traced()(*other), atol=1e-5, rtol=1e-5)
