@@ -48,9 +48,7 @@ def format_bytes(size: float, *, decimal: bool = False) -> str:
     units = _DECIMAL if decimal else {"B": 1} | _BINARY
     name, unit = next(((n, u) for n, u in reversed(units.items()) if abs(size) >= u), ("B", 1))
     value = size / unit
-    digits = (
-        0 if unit == 1 and value == int(value) else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
-    )
+    digits = 0 if unit == 1 and value == int(value) else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     text = f"{value:.{digits}f}"
     if "." in text:
         text = text.rstrip("0").rstrip(".")
