@@ -146,11 +146,10 @@ def _summary(report: Report) -> Figure:
         shown = [
             (label, e, c) for label, e, c in zip(_labels(report), entries, colour, strict=True) if not e["control"]
         ]
-        ratios = [e["perplexity_ratio"] or 0.0 for _, e, _ in shown]
-        _bars(axes[2], [label for label, _, _ in shown], ratios, [c for _, _, c in shown], "{:.3f}")
-        axes[2].set_ylim(min(0.9, *ratios) - 0.02, max(1.02, *ratios) + 0.03)
-        axes[2].axhline(1.0, color=_BASELINE, linewidth=0.8, linestyle=(0, (4, 3)))
-        axes[2].set_title("Perplexity over FP16's (1 = no loss)")
+        loss = [100 * ((e["perplexity_ratio"] or 1.0) - 1) for _, e, _ in shown]
+        _bars(axes[2], [label for label, _, _ in shown], loss, [c for _, _, c in shown], "{:+.1f} %")
+        axes[2].axhline(0, color=_BASELINE, linewidth=0.8)
+        axes[2].set_title("Perplexity against FP16")
     return figure
 
 
@@ -166,7 +165,7 @@ def _concurrency_bars(axis: Axes, report: Report, entries: Sequence[Any], colour
         axis.plot([index - 0.37, index - 0.03], [entry["g1_predicted"]] * 2, color=_INK, linewidth=1.6)
     axis.set_xticks(range(len(entries)), _labels(report))
     axis.set_title("Users in the same KV bytes")
-    axis.margins(y=0.2)
+    axis.margins(y=0.38)
     axis.grid(axis="y", color=_GRID)
     axis.tick_params(length=0)
     axis.legend(

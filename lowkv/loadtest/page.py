@@ -17,7 +17,7 @@ Report = Mapping[str, Any]
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; color: #1f2937;
-  background: #fff; margin: 0 auto; padding: 32px 24px 64px; max-width: 1060px; }
+  background: #fff; margin: 0 auto; padding: 32px 24px 64px; max-width: 1140px; }
 h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; }
 h2 { font-size: 18px; margin: 36px 0 6px; }
 p { margin: 6px 0; max-width: 82ch; }
@@ -27,8 +27,8 @@ p { margin: 6px 0; max-width: 82ch; }
   font-weight: 600; }
 .bad { background: #fee2e2; color: #991b1b; border-radius: 6px; padding: 8px 14px; margin: 12px 0; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13.5px; margin: 10px 0; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 9px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e5e7eb; }
+table { border-collapse: collapse; font-size: 13px; margin: 10px 0; font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 7px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e5e7eb; }
 th { color: #6b7280; font-weight: 600; vertical-align: bottom; }
 th small, td small { display: block; font-weight: 400; color: #6b7280; }
 td:first-child, th:first-child { text-align: left; }
@@ -150,13 +150,13 @@ def _at(entry: Mapping[str, Any], level: int | None) -> Mapping[str, Any] | None
 def _table(report: Report) -> str:
     common = _common(report)
     head = (
-        "<th>KV format</th><th>effective<br>bits</th><th>G0<small>bytes, by arithmetic</small></th>"
-        "<th>G1 predicted<small>resident</small></th><th>G1 measured<small>resident</small></th>"
-        "<th>G2<small>users within SLO</small></th>"
-        f"<th>output tok/s<small>at {report['workload']['saturation']} users</small></th>"
+        "<th>KV format</th><th>effective<br>bits</th><th>G0<small>bytes</small></th>"
+        "<th>G1<small>predicted</small></th><th>G1<small>measured</small></th>"
+        "<th>G2<small>within SLO</small></th>"
+        f"<th>out tok/s<small>at {report['workload']['saturation']} users</small></th>"
         f"<th>TTFT p50<small>p95, at {common} users</small></th><th>TPOT p50<small>p95, at {common} users</small></th>"
         "<th>perplexity<small>over FP16</small></th><th>KL<small>nats</small></th>"
-        "<th>top-1<small>same as FP16</small></th>"
+        "<th>top-1<small>as FP16</small></th>"
     )
     rows = "".join(_row(report, name, entry, common) for name, entry in report["formats"].items())
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
@@ -172,7 +172,7 @@ def _row(report: Report, name: str, entry: Mapping[str, Any], common: int | None
     knee = f"<small>missed at {missed:g}</small>" if missed is not None else "<small>never missed</small>"
     perplexity = _number(entry["perplexity"], 2)
     ratio = f"<small>{_number(entry['perplexity_ratio'], 4)}</small>"
-    label = f"{_text(name)}<small>negative control: half of the bytes</small>" if entry["control"] else _text(name)
+    label = f"{_text(name)}<small>control: half of the bytes</small>" if entry["control"] else _text(name)
     cells = (
         f'<i class="dot" style="background:{colours(report)[name]}"></i>{label}',
         _number(entry["effective_bits"], 2),

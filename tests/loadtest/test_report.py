@@ -146,7 +146,7 @@ def test_the_page_needs_nothing_but_itself(
         "Every level that was measured",
         "How it was measured",
         "What this does not show",
-        "negative control",
+        "The negative control",
     ):
         assert said in text
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
