@@ -45,7 +45,7 @@ def test_mapping_is_the_inverse(tmp_path: Path) -> None:
     assert workload_from_mapping(workload.to_mapping()) == workload
 
 
-@pytest.mark.parametrize("name", ["demo", "standard"])
+@pytest.mark.parametrize("name", ["demo", "quick", "standard"])
 def test_those_that_come_along_are_good(name: str) -> None:
     assert load_workload(asset(f"loadtest/workloads/{name}.yaml")).name == name
 
