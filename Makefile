@@ -7,7 +7,7 @@ RECIPE ?= build/recipes/smollm2-kivi2.yaml
 NAME   := $(notdir $(basename $(RECIPE)))
 ENGINE ?= engines/$(NAME)
 REPO   ?= repos/$(NAME)
-WORKLOAD ?= loadtest/workloads/demo.yaml
+WORKLOAD ?= loadtest/workloads/quick.yaml
 # A Python of 3.11 or newer. PyTorch's CPU build and everything else here was tested with 3.11.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)

@@ -58,7 +58,7 @@ def test_every_line_is_seen_when_it_arrives(tmp_path: Path, prompts: Path) -> No
     ttft, tpot = time_to_first_token(record), time_per_output_token(record)
     assert ttft is not None
     assert tpot is not None
-    assert 0.05 <= ttft < 0.2
+    assert 0.05 <= ttft < 0.5
     assert 0.018 < tpot < 0.04
     gaps = [b - a for a, b in itertools.pairwise(arrivals)]
     assert sum(gap > 0.005 for gap in gaps) >= 30, gaps  # arrivals of their own, not bursts
