@@ -47,8 +47,7 @@ class CpuAttention:
 
         self.threads = threads or len(os.sched_getaffinity(0))
         self._work = work
-        self._worker = work.compile_worker()
-        self._run: Run = team(self._worker.address, self.threads)
+        self._run: Run = team(work.worker().address, self.threads)
         self._layers: WeakKeyDictionary[LayerSpec, Addresses] = WeakKeyDictionary()
         self._lock = threading.Lock()
         scratch = np.zeros(self.threads * work.SCRATCH_FLOATS + 16, np.float32)
@@ -183,6 +182,14 @@ class CpuAttention:
         table[w.V_PARAMS], table[w.WINDOW] = layer.cold.v_params, layer.window or 0
         table[w.K_SCALES], table[w.V_SCALES] = _address(layer.k_scales), _address(layer.v_scales)
         table[w.SOFTMAX_SCALE] = struct.unpack("<I", struct.pack("<f", layer.softmax_scale * LOG2_E))[0]
+        for codec, scores, accumulate in (
+            (table[w.HOT], w.HOT_SCORES, w.HOT_ACCUMULATE),
+            (w.F32_CODEC, w.F32_SCORES, w.F32_ACCUMULATE),
+        ):
+            table[scores] = w.scores_worker(int(codec)).address
+            table[accumulate] = w.accumulate_worker(int(codec)).address
+        table[w.COLD_SCORES] = w.scores_worker(layer.cold.k.index).address
+        table[w.COLD_ACCUMULATE] = w.accumulate_worker(layer.cold.v.index).address
         self._layers[layer] = table
         return table
 

@@ -1,7 +1,8 @@
 """The inner loops, one per (codec, query rows), emitted as LLVM IR and callable from numba code.
 
-Each intrinsic below takes addresses (int64), switches on the codec's and rows' numbers, and calls the loop emitted
-for that pair, so that one compilation serves every format and every grouping of query heads. Rows are the query
+Each intrinsic below takes addresses (int64), switches on the number of rows (or the codec), and calls the loop emitted
+for it. `scores` and `accumulate` are compiled once per codec, for all rows, when a layer first needs the codec, and
+then called by address. Rows are the query
 heads that share a KV head: a vector of codes is unpacked once and multiplied into all of them.
 
     scores      lanes = 16 tokens of one channel (K is stored channel-major); walks channels
@@ -55,7 +56,7 @@ MAX_PARAM_GROUPS = 8
 F32_CODEC = 5
 """Codec number of dequantized scratch."""
 
-_CODECS = (f16.index, bf16.index, e4m3.index, int4.index, int2.index, F32_CODEC)
+_STORED = (f16.index, bf16.index, e4m3.index, int4.index, int2.index)
 _VECTOR_BYTES = {f16.index: 32, bf16.index: 32, e4m3.index: 16, int4.index: 8, int2.index: 4, F32_CODEC: 64}
 _BITS = {int4.index: 4, int2.index: 2}
 
@@ -334,31 +335,6 @@ def _emit_softmax(function: Function, *_: Any) -> None:
 Emit = Callable[[Function, int, int, bool], None]
 Typed = tuple[Any, Callable[[Any, Any, Any, Any], Value]]
 
-_ROWS = tuple(range(1, MAX_ROWS + 1))
-
-
-def _family(name: str, emit: Emit, kinds: list[Any], codecs: tuple[int, ...], rows: tuple[int, ...]) -> Typed:
-    """Signature and code of an intrinsic that switches between the loops emitted for each (codec, rows)."""
-
-    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Value:
-        codec, count, *rest = arguments
-        wide = _wide(context)
-        done = builder.append_basic_block("done")
-        key = builder.add(builder.mul(codec, integer(64)), count)
-        switch = builder.switch(key, done)
-        for c in codecs:
-            for r in rows:
-                block = builder.append_basic_block(f"{name}_{c}_{r}")
-                switch.add_case(integer(c * 64 + r), block)
-                builder.position_at_end(block)
-                builder.call(_function(builder.module, name, emit, kinds, c, r, wide), rest)
-                builder.branch(done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
-
-    numba_kinds = [types.float32 if kind is F32 else types.int64 for kind in kinds]
-    return types.void(types.int64, types.int64, *numba_kinds), codegen
-
 
 def _function(
     module: Any, name: str, emit: Emit, kinds: list[Any], codec: int, rows: int, wide: bool
@@ -374,7 +350,40 @@ def _function(
     return function
 
 
-@intrinsic
+def _switch(
+    name: str, emit: Emit, kinds: list[Any], variants: dict[int, tuple[int, int]], codec: Any = None
+) -> Typed:
+    """Signature and code of an intrinsic whose first argument picks among loops emitted for (codec, rows).
+
+    With a ``codec``, a constant, the intrinsic takes that one before the others.
+    """
+
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Value:
+        pick, *rest = arguments if codec is None else arguments[1:]
+        done = builder.append_basic_block("done")
+        switch = builder.switch(pick, done)
+        for value, (c, r) in variants.items():
+            block = builder.append_basic_block(f"{name}_{c}_{r}")
+            switch.add_case(integer(value), block)
+            builder.position_at_end(block)
+            builder.call(_function(builder.module, name, emit, kinds, c, r, _wide(context)), rest)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    given = [types.int64, *(types.float32 if kind is F32 else types.int64 for kind in kinds)]
+    return types.void(*([] if codec is None else [codec]), *given), codegen
+
+
+def _by_rows(codec: int = 0) -> dict[int, tuple[int, int]]:
+    return {rows: (codec, rows) for rows in range(1, MAX_ROWS + 1)}
+
+
+SCORES_KINDS = [I64] * 5 + [F32, I64, I64]
+ACCUMULATE_KINDS = [I64] * 9
+
+
+@intrinsic(prefer_literal=True)
 def scores(
     _typing: Any,
     codec: Any,
@@ -387,11 +396,13 @@ def scores(
     mult: Any,
     init: Any,
     s: Any,
-) -> Typed:
-    return _family("scores", _emit_scores, [I64] * 5 + [F32, I64, I64], _CODECS, _ROWS)
+) -> Typed | None:
+    if not isinstance(codec, types.IntegerLiteral):
+        return None  # each codec is compiled by itself, when first met
+    return _switch("scores", _emit_scores, SCORES_KINDS, _by_rows(codec.literal_value), codec)
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def accumulate(
     _typing: Any,
     codec: Any,
@@ -405,15 +416,16 @@ def accumulate(
     group_stride: Any,
     corr: Any,
     out: Any,
-) -> Typed:
-    return _family("accumulate", _emit_accumulate, [I64] * 9, _CODECS, _ROWS)
+) -> Typed | None:
+    if not isinstance(codec, types.IntegerLiteral):
+        return None
+    return _switch("accumulate", _emit_accumulate, ACCUMULATE_KINDS, _by_rows(codec.literal_value), codec)
 
 
 @intrinsic
 def dequantize(
     _typing: Any,
     codec: Any,
-    zero: Any,
     src: Any,
     src_stride: Any,
     count: Any,
@@ -425,27 +437,23 @@ def dequantize(
     inner: Any,
     mult: Any,
 ) -> Typed:
-    return _family("dequantize", _emit_dequantize, [I64] * 9 + [F32], _CODECS[:-1], (0,))
+    variants = {codec: (codec, 0) for codec in _STORED}
+    return _switch("dequantize", _emit_dequantize, [I64] * 9 + [F32], variants)
 
 
 @intrinsic
-def premultiply(
-    _typing: Any, zero: Any, rows: Any, q: Any, params: Any, channels: Any, scaled: Any, init: Any
-) -> Typed:
-    return _family("premultiply", _emit_premultiply, [I64] * 5, (0,), _ROWS)
+def premultiply(_typing: Any, rows: Any, q: Any, params: Any, channels: Any, scaled: Any, init: Any) -> Typed:
+    return _switch("premultiply", _emit_premultiply, [I64] * 5, _by_rows())
 
 
 @intrinsic
-def split_params(
-    _typing: Any, zero: Any, groups: Any, params: Any, tokens: Any, scales: Any, minima: Any
-) -> Typed:
-    return _family("split_params", _emit_split_params, [I64] * 4, (0,), _ROWS)
+def split_params(_typing: Any, groups: Any, params: Any, tokens: Any, scales: Any, minima: Any) -> Typed:
+    return _switch("split_params", _emit_split_params, [I64] * 4, _by_rows())
 
 
 @intrinsic
 def weigh(
     _typing: Any,
-    zero: Any,
     rows: Any,
     p: Any,
     scales: Any,
@@ -457,24 +465,67 @@ def weigh(
     group_stride: Any,
     rest: Any,
 ) -> Typed:
-    return _family("weigh", _emit_weigh, [I64] * 9, (0,), _ROWS)
+    return _switch("weigh", _emit_weigh, [I64] * 9, _by_rows())
 
 
 @intrinsic
 def softmax(
-    _typing: Any,
-    zero: Any,
-    one: Any,
-    rows: Any,
-    vectors: Any,
-    s: Any,
-    lo: Any,
-    hi: Any,
-    m: Any,
-    sums: Any,
-    corr: Any,
+    _typing: Any, rows: Any, vectors: Any, s: Any, lo: Any, hi: Any, m: Any, sums: Any, corr: Any
 ) -> Typed:
-    return _family("softmax", _emit_softmax, [I64] * 8, (0,), (0,))
+    kinds = [I64] * 8
+
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Value:
+        builder.call(_function(builder.module, "softmax", _emit_softmax, kinds, 0, 0, False), arguments)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen
+
+
+def _call_address(kinds: list[Any]) -> Typed:
+    """An intrinsic calling the C function ``void f(int64 rows, ...)`` whose address is its first argument."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Value:
+        kind = ir.FunctionType(ir.VoidType(), [I64, *kinds])
+        builder.call(builder.inttoptr(arguments[0], ir.PointerType(kind)), arguments[1:])
+        return context.get_dummy_value()
+
+    given = (types.float32 if kind is F32 else types.int64 for kind in kinds)
+    return types.void(types.int64, types.int64, *given), codegen
+
+
+@intrinsic
+def call_scores(
+    _typing: Any,
+    address: Any,
+    rows: Any,
+    q: Any,
+    k: Any,
+    k_stride: Any,
+    channels: Any,
+    vectors: Any,
+    mult: Any,
+    init: Any,
+    s: Any,
+) -> Typed:
+    return _call_address(SCORES_KINDS)
+
+
+@intrinsic
+def call_accumulate(
+    _typing: Any,
+    address: Any,
+    rows: Any,
+    v: Any,
+    v_stride: Any,
+    begin: Any,
+    end: Any,
+    vectors: Any,
+    weights: Any,
+    group_stride: Any,
+    corr: Any,
+    out: Any,
+) -> Typed:
+    return _call_address(ACCUMULATE_KINDS)
 
 
 @intrinsic

@@ -7,6 +7,8 @@ compiled function for every layer, format and layout. The names below are their 
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from numba import carray, cfunc, njit, types
 
@@ -18,6 +20,8 @@ from kvattention.cpu.microkernels import (
     Q_STRIDE,
     S_STRIDE,
     accumulate,
+    call_accumulate,
+    call_scores,
     dequantize,
     fetch_add,
     float_bits,
@@ -82,8 +86,14 @@ ATTEND, APPEND, SEAL = range(3)
     K_SCALES,
     V_SCALES,
     SOFTMAX_SCALE,  # bits of a float32, times log2(e)
+    HOT_SCORES,  # addresses of compiled loops
+    HOT_ACCUMULATE,
+    COLD_SCORES,
+    COLD_ACCUMULATE,
+    F32_SCORES,
+    F32_ACCUMULATE,
     LAYER_WORDS,
-) = range(17)
+) = range(23)
 
 ITEM_WORDS = 4  # int32: sequence, head, first token, tokens; or layer, head, hot, cold
 MAX_TILE = 64
@@ -92,6 +102,8 @@ MAX_TILE = 64
 TILE = 48
 """Query rows an item aims at."""
 MAX_FUSED = MAX_ROWS
+PREFETCH_BLOCKS = 2
+"""How far ahead a block's lines are asked for: its work takes some 0.2 us, a miss of memory and page table longer."""
 
 # Scratch of one thread, in floats.
 _QUERIES = 0
@@ -212,7 +224,7 @@ def _encode_row(codec, x, length, scale, group, words, at, params, at_params):
 def _encode_cold(layer, head, keys, values, arena, cold, k_scales, v_scales):
     """Write keys [D, G] and values [G, D] of one head to its cold record."""
     channels, group = layer[HEAD_DIM], layer[GROUP]
-    record = np.int64(cold) * UNIT_WORDS + layer[COLD_OFFSET]
+    record = cold * UNIT_WORDS + layer[COLD_OFFSET]
     row = group * _bits(layer[COLD_K]) // 32
     for d in range(channels):
         at = record + (head * channels + d) * row
@@ -246,9 +258,9 @@ def _unpack_hot(layer, head, arena, block, keys, values):
     record = arena + 4 * (np.int64(block) * UNIT_WORDS + layer[HOT_OFFSET])
     one = np.float32(1.0)
     k = record + 2 * head * channels * group
-    dequantize(hot, 0, k, 2 * group, channels, group // 16, keys, 4 * group, 0, 0, 0, one)
+    dequantize(hot, k, 2 * group, channels, group // 16, keys, 4 * group, 0, 0, 0, one)
     v = record + 4 * layer[HOT_V] + 2 * head * channels * group
-    dequantize(hot, 0, v, 2 * channels, group, channels // 16, values, 4 * channels, 0, 0, 0, one)
+    dequantize(hot, v, 2 * channels, group, channels // 16, values, 4 * channels, 0, 0, 0, one)
 
 
 @njit(**_options)
@@ -259,14 +271,14 @@ def _unpack_cold(layer, head, arena, block, keys, values, k_scale, v_scale):
     row = group * _bits(codec) // 8
     k = record + head * channels * row
     params = record + 4 * (layer[K_PARAMS] + head * channels)
-    dequantize(codec, 0, k, row, channels, group // 16, keys, 4 * group, params, 4, 0, _mult(codec, k_scale))
+    dequantize(codec, k, row, channels, group // 16, keys, 4 * group, params, 4, 0, _mult(codec, k_scale))
     codec = layer[COLD_V]
     row = channels * _bits(codec) // 8
     words = (channels + 31) // 32
     v = record + 4 * layer[V_CODES] + head * group * row
     params = record + 4 * (layer[V_PARAMS] + head * group * words)
     mult = _mult(codec, v_scale)
-    dequantize(codec, 0, v, row, group, channels // 16, values, 4 * channels, params, 4 * words, 4, mult)
+    dequantize(codec, v, row, group, channels // 16, values, 4 * channels, params, 4 * words, 4, mult)
 
 
 @njit(**_options)
@@ -285,8 +297,8 @@ def _append(call, layer, s, head, scratch):
     table = _ints(call[TABLE] + 4 * s * call[COLUMNS], call[COLUMNS])
     cold_begin = np.int64(_ints(call[COLD_BEGIN] + 4 * s, 1)[0])
     direct_end = np.int64(_ints(call[DIRECT_END] + 4 * s, 1)[0])
-    arena = _ints(call[ARENA], 1 << 62)
-    halves = carray(pointer(call[ARENA]), (1 << 62,), np.int16)
+    arena = _ints(call[ARENA], np.int64(1 << 60))
+    halves = carray(pointer(call[ARENA]), (1 << 60,), np.int16)
     keys = carray(pointer(scratch + 4 * _KEYS), (channels, group), np.float32)
     values = carray(pointer(scratch + 4 * _VALUES), (group, channels), np.float32)
     k_scales = carray(pointer(layer[K_SCALES]), (layer[KV_HEADS],), np.float32)
@@ -298,7 +310,7 @@ def _append(call, layer, s, head, scratch):
         v = call[V] + 4 * (first + begin - past) * call[V_ROW]
         if block * group >= past and cold_begin <= block < direct_end:
             _load_own(layer, head, k, call[K_ROW], v, call[V_ROW], keys, values)
-            _encode_cold(layer, head, keys, values, arena, table[block], k_scales, v_scales)
+            _encode_cold(layer, head, keys, values, arena, np.int64(table[block]), k_scales, v_scales)
             continue
         record = 2 * (np.int64(table[block]) * UNIT_WORDS + layer[HOT_OFFSET])
         k_at = record + head * channels * group
@@ -386,8 +398,9 @@ def _attend(call, layer, s, head, token, tokens, scratch):
         own = start >= past
         cold = cold_begin <= block < cold_end
         direct = own and not cold and cold_begin <= block < direct_end
-        if cold_begin <= block + 1 < cold_end:
-            _prefetch_cold(layer, head, call[ARENA], table[block + 1])
+        ahead = block + PREFETCH_BLOCKS
+        if cold_begin <= ahead < cold_end:
+            _prefetch_cold(layer, head, call[ARENA], table[ahead])
         if not fused or direct:
             keys, values = scratch + 4 * _KEYS, scratch + 4 * _VALUES
             if direct:
@@ -401,12 +414,14 @@ def _attend(call, layer, s, head, token, tokens, scratch):
             else:
                 _unpack_hot(layer, head, call[ARENA], table[block], keys, values)
             k_codec, v_codec = F32_CODEC, F32_CODEC
+            score, gather = layer[F32_SCORES], layer[F32_ACCUMULATE]
             k_stride, v_stride = 4 * group, 4 * channels
             k_at, v_at = keys, values
             k_params = v_params = np.int64(0)
         elif cold:
             record = call[ARENA] + 4 * (np.int64(table[block]) * UNIT_WORDS + layer[COLD_OFFSET])
             k_codec, v_codec = layer[COLD_K], layer[COLD_V]
+            score, gather = layer[COLD_SCORES], layer[COLD_ACCUMULATE]
             k_stride, v_stride = group * _bits(k_codec) // 8, channels * _bits(v_codec) // 8
             k_at = record + head * channels * k_stride
             v_at = record + 4 * layer[V_CODES] + head * group * v_stride
@@ -415,6 +430,7 @@ def _attend(call, layer, s, head, token, tokens, scratch):
         else:
             record = call[ARENA] + 4 * (np.int64(table[block]) * UNIT_WORDS + layer[HOT_OFFSET])
             k_codec = v_codec = layer[HOT]
+            score, gather = layer[HOT_SCORES], layer[HOT_ACCUMULATE]
             k_stride, v_stride = 2 * group, 2 * channels
             k_at = record + head * channels * k_stride
             v_at = record + 4 * layer[HOT_V] + head * group * v_stride
@@ -442,12 +458,12 @@ def _attend(call, layer, s, head, token, tokens, scratch):
             vectors = group // 16
             mult = _mult(k_codec, k_scale)
             if _grouped(k_codec):
-                premultiply(0, count, q_at, k_params, channels, scratch + 4 * _SCALED, scratch + 4 * _INIT)
+                premultiply(count, q_at, k_params, channels, scratch + 4 * _SCALED, scratch + 4 * _INIT)
                 q_at = scratch + 4 * _SCALED
-            scores(k_codec, count, q_at, k_at, k_stride, channels, vectors, mult, scratch + 4 * _INIT, s_at)
+            call_scores(
+                score, count, q_at, k_at, k_stride, channels, vectors, mult, scratch + 4 * _INIT, s_at
+            )
             softmax(
-                0,
-                0,
                 count,
                 vectors,
                 s_at,
@@ -461,11 +477,9 @@ def _attend(call, layer, s, head, token, tokens, scratch):
             if _grouped(v_codec):
                 scales, minima = scratch + 4 * _V_SCALES, scratch + 4 * _V_MINIMA
                 weights_at, weights_group = scratch + 4 * _WEIGHTS, np.int64(4 * MAX_ROWS * S_STRIDE)
-                split_params(0, params, v_params, group, scales, minima)
+                split_params(params, v_params, group, scales, minima)
                 rest_at = scratch + 4 * _REST
-                weigh(
-                    0, count, s_at, scales, minima, group, params, corr_at, weights_at, weights_group, rest_at
-                )
+                weigh(count, s_at, scales, minima, group, params, corr_at, weights_at, weights_group, rest_at)
             else:
                 if v_codec == _E4M3:
                     by = _mult(v_codec, v_scale)
@@ -477,8 +491,8 @@ def _attend(call, layer, s, head, token, tokens, scratch):
                         for g in range(params):
                             for i in range(16):
                                 rest[r, g, i] *= corr[r]
-            accumulate(
-                v_codec,
+            call_accumulate(
+                gather,
                 count,
                 v_at,
                 v_stride,
@@ -516,38 +530,57 @@ def _seal(layer, head, arena_at, hot, cold, scratch):
     values = carray(pointer(scratch + 4 * _VALUES), (group, channels), np.float32)
     k_scales = carray(pointer(layer[K_SCALES]), (layer[KV_HEADS],), np.float32)
     v_scales = carray(pointer(layer[V_SCALES]), (layer[KV_HEADS],), np.float32)
-    _encode_cold(layer, head, keys, values, _ints(arena_at, 1 << 62), cold, k_scales, v_scales)
+    _encode_cold(layer, head, keys, values, _ints(arena_at, np.int64(1 << 60)), cold, k_scales, v_scales)
 
 
-@njit(**_options)
-def _work(address):
-    call = carray(pointer(address), (CALL_WORDS,), np.int64)
-    thread = fetch_add(address + 8 * NEXT_THREAD, 1)
-    scratch = call[SCRATCH] + 4 * SCRATCH_FLOATS * thread
-    while True:
-        index = fetch_add(address + 8 * NEXT_ITEM, 1)
-        if index >= call[ITEM_COUNT]:
-            return
-        item = _ints(call[ITEMS] + 4 * ITEM_WORDS * index, ITEM_WORDS)
-        a, head, c, d = np.int64(item[0]), np.int64(item[1]), np.int64(item[2]), np.int64(item[3])
-        if call[MODE] == SEAL:
-            layer = carray(pointer(call[LAYER] + 8 * LAYER_WORDS * a), (LAYER_WORDS,), np.int64)
-            _seal(layer, head, call[ARENA], c, d, scratch)
-            continue
-        layer = carray(pointer(call[LAYER]), (LAYER_WORDS,), np.int64)
-        if call[MODE] == APPEND:
-            _append(call, layer, a, head, scratch)
-            continue
-        if c == 0 and d == _ints(call[QUERY_START] + 4 * a, 2)[1] - _ints(call[QUERY_START] + 4 * a, 2)[0]:
-            _append(call, layer, a, head, scratch)  # the whole step in one item: no separate pass
-        _attend(call, layer, a, head, c, d, scratch)
-
-
-def compile_worker():
-    """The C function ``void work(int64 *call)``; compiles, or reads numba's cache, on the first call."""
+@cache
+def worker():
+    """The C function ``void work(int64 *call)``: one thread's part of a call."""
 
     @cfunc(types.void(types.intp), cache=True, nopython=True)
     def work(address):
-        _work(address)
+        call = carray(pointer(address), (CALL_WORDS,), np.int64)
+        thread = fetch_add(address + 8 * NEXT_THREAD, 1)
+        scratch = call[SCRATCH] + 4 * SCRATCH_FLOATS * thread
+        while True:
+            index = fetch_add(address + 8 * NEXT_ITEM, 1)
+            if index >= call[ITEM_COUNT]:
+                return
+            item = _ints(call[ITEMS] + 4 * ITEM_WORDS * index, ITEM_WORDS)
+            a, head, c, d = np.int64(item[0]), np.int64(item[1]), np.int64(item[2]), np.int64(item[3])
+            if call[MODE] == SEAL:
+                layer = carray(pointer(call[LAYER] + 8 * LAYER_WORDS * a), (LAYER_WORDS,), np.int64)
+                _seal(layer, head, call[ARENA], c, d, scratch)
+                continue
+            layer = carray(pointer(call[LAYER]), (LAYER_WORDS,), np.int64)
+            starts = _ints(call[QUERY_START] + 4 * a, 2)
+            if call[MODE] == APPEND:
+                _append(call, layer, a, head, scratch)
+                continue
+            if c == 0 and d == starts[1] - starts[0]:
+                _append(call, layer, a, head, scratch)  # the whole step in one item: no separate pass
+            _attend(call, layer, a, head, c, d, scratch)
+
+    return work
+
+
+@cache
+def scores_worker(codec):
+    """`scores` of one codec as a C function ``void f(int64 rows, ...)``."""
+
+    @cfunc(types.void(*[types.int64] * 6, types.float32, types.int64, types.int64), cache=True, nopython=True)
+    def work(rows, q, k, k_stride, channels, vectors, mult, init, s):
+        scores(codec, rows, q, k, k_stride, channels, vectors, mult, init, s)
+
+    return work
+
+
+@cache
+def accumulate_worker(codec):
+    """`accumulate` of one codec as a C function ``void f(int64 rows, ...)``."""
+
+    @cfunc(types.void(*[types.int64] * 10), cache=True, nopython=True)
+    def work(rows, v, v_stride, begin, end, vectors, weights, group_stride, corr, out):
+        accumulate(codec, rows, v, v_stride, begin, end, vectors, weights, group_stride, corr, out)
 
     return work
