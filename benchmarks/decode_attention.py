@@ -90,9 +90,7 @@ def _paged(
     """
     import kvattention
 
-    hot = kvattention.RecordLayout(
-        kvattention.CODECS["f16"], kvattention.CODECS["f16"], KV_HEADS, HEAD_DIM, GROUP_SIZE
-    )
+    hot = kvattention.RecordLayout(kvattention.CODECS["f16"], kvattention.CODECS["f16"], KV_HEADS, HEAD_DIM, GROUP_SIZE)
     cold = kvattention.RecordLayout(
         kvattention.CODECS[k_codec], kvattention.CODECS[v_codec], KV_HEADS, HEAD_DIM, GROUP_SIZE
     )

@@ -49,9 +49,7 @@ class RaggedBatch:
             )
         for name in ("cold_begin", "cold_end", "direct_end"):
             if getattr(self, name).shape != (s,):
-                raise ValueError(
-                    f"batch of {s} sequences needs {name} [{s}], got {getattr(self, name).shape}"
-                )
+                raise ValueError(f"batch of {s} sequences needs {name} [{s}], got {getattr(self, name).shape}")
 
     @property
     def sequences(self) -> int:
@@ -89,25 +87,15 @@ class RaggedBatch:
         Raises ValueError naming the sequence.
         """
         if np.any(np.diff(self.query_start) < 1) or self.query_start[0] != 0:
-            raise ValueError(
-                f"query_start {self.query_start} must start at 0 and give every sequence a token"
-            )
+            raise ValueError(f"query_start {self.query_start} must start at 0 and give every sequence a token")
         for s, (past, total) in enumerate(zip(self.past, self.total, strict=True)):
             blocks = -(-int(total) // group_size)
             if blocks > self.table.shape[1]:
-                raise ValueError(
-                    f"sequence {s} has {total} tokens but its table only {self.table.shape[1]} columns"
-                )
+                raise ValueError(f"sequence {s} has {total} tokens but its table only {self.table.shape[1]} columns")
             if int(self.cold_end[s]) * group_size > int(past):
-                raise ValueError(
-                    f"sequence {s}: cold_end {self.cold_end[s]} lies beyond its {past} stored tokens"
-                )
+                raise ValueError(f"sequence {s}: cold_end {self.cold_end[s]} lies beyond its {past} stored tokens")
             if int(self.direct_end[s]) * group_size > int(total):
-                raise ValueError(
-                    f"sequence {s}: direct_end {self.direct_end[s]} lies beyond its {total} tokens"
-                )
+                raise ValueError(f"sequence {s}: direct_end {self.direct_end[s]} lies beyond its {total} tokens")
             for b in range(int(past) // group_size, blocks):
                 if not 0 <= int(self.table[s, b]) * 16 < arena_words:
-                    raise ValueError(
-                        f"sequence {s}: block {b} is written to but its offset is {self.table[s, b]}"
-                    )
+                    raise ValueError(f"sequence {s}: block {b} is written to but its offset is {self.table[s, b]}")

@@ -60,9 +60,7 @@ class Case:
         if self.policy not in ("window", "flush"):
             raise ValueError(f"case {self.name}: policy {self.policy!r} must be 'window' or 'flush'")
         if self.policy == "flush" and (self.residual < 1 or self.residual % self.group_size):
-            raise ValueError(
-                f"case {self.name}: flush needs a residual that is a multiple of {self.group_size}"
-            )
+            raise ValueError(f"case {self.name}: flush needs a residual that is a multiple of {self.group_size}")
 
     @property
     def sequences(self) -> int:
@@ -91,9 +89,7 @@ class Case:
         specs = []
         hot_offset = cold_offset = 0
         for index, (k, v) in enumerate(self.formats):
-            hot = RecordLayout(
-                CODECS[self.hot], CODECS[self.hot], self.kv_heads, self.head_dim, self.group_size
-            )
+            hot = RecordLayout(CODECS[self.hot], CODECS[self.hot], self.kv_heads, self.head_dim, self.group_size)
             cold = dataclasses.replace(hot, k=CODECS[k], v=CODECS[v])
             specs.append(
                 LayerSpec(
@@ -188,9 +184,7 @@ class Playback:
             for block, offset in self._tables[s].items():
                 table[row, block] = offset
         starts = np.concatenate([[0], np.cumsum([lengths[s] for s in active])])
-        batch = RaggedBatch(
-            *(np.array(a, np.int32) for a in (starts, past, table, begin, cold_end, direct_end))
-        )
+        batch = RaggedBatch(*(np.array(a, np.int32) for a in (starts, past, table, begin, cold_end, direct_end)))
         batch.check(group, self.arena.size)
         step = Step(batch, [], [], [], [], [], self._seals(active, past, total, begin, cold_end, direct_end))
         for index in range(len(self.layers)):

@@ -124,9 +124,9 @@ def decode_plain(codec: Codec, codes: Codes, scale: Floats | float = 1.0) -> NDA
 def _e4m3_codes(x: NDArray[np.float32]) -> Codes:
     magnitude = np.minimum(np.abs(x), np.float32(E4M3_MAX))
     bits = magnitude.view(np.uint32)
-    normal = (
-        (bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)
-    ) - np.uint32((127 - 7) << 3)
+    normal = ((bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)) - np.uint32(
+        (127 - 7) << 3
+    )
     subnormal = np.rint(magnitude * np.float32(512.0)).astype(np.uint32)  # steps of 2^-9 below 2^-6
     codes = np.where(magnitude < np.float32(2.0**-6), subnormal, normal)
     return codes | ((x.view(np.uint32) >> np.uint32(31)) << np.uint32(7))
@@ -147,9 +147,7 @@ def encode_group(codec: Codec, x: Floats) -> tuple[Codes, Words]:
     distance = x - minimum.astype(np.float32)[..., None]
     ratio = np.divide(distance, step, out=np.zeros_like(x), where=step > 0)
     codes = np.rint(np.clip(ratio, 0, codec.levels)).astype(np.uint32)
-    params = scale.view(np.uint16).astype(np.uint32) | (
-        minimum.view(np.uint16).astype(np.uint32) << np.uint32(16)
-    )
+    params = scale.view(np.uint16).astype(np.uint32) | (minimum.view(np.uint16).astype(np.uint32) << np.uint32(16))
     return codes, params.view(np.int32)
 
 

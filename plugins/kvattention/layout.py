@@ -210,9 +210,7 @@ class LayerSpec:
         if self.hot.k != self.hot.v or not self.hot.k.hot:
             raise ValueError(f"hot record {self.hot.k}/{self.hot.v} must be f16/f16 or bf16/bf16")
         if _shape(self.hot) != _shape(self.cold):
-            raise ValueError(
-                f"hot record {_shape(self.hot)} and cold record {_shape(self.cold)} differ in shape"
-            )
+            raise ValueError(f"hot record {_shape(self.hot)} and cold record {_shape(self.cold)} differ in shape")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window {self.window} must be at least 1 (None sees everything)")
         for name in ("k_scales", "v_scales"):
@@ -220,9 +218,7 @@ class LayerSpec:
             if not scales.size:
                 scales = np.ones(self.kv_heads, np.float32)
             if scales.shape != (self.kv_heads,) or not np.all(np.isfinite(scales) & (scales > 0)):
-                raise ValueError(
-                    f"{name} {scales} must be {self.kv_heads} positive finite numbers, one per KV head"
-                )
+                raise ValueError(f"{name} {scales} must be {self.kv_heads} positive finite numbers, one per KV head")
             object.__setattr__(self, name, scales)
 
     @property

@@ -132,9 +132,7 @@ class ReferenceAttention:
         for source, target in moves.astype(np.int64) * UNIT_WORDS:
             arena[target : target + words] = arena[source : source + words]
 
-    def _append(
-        self, k: Floats, v: Floats, arena: Words, batch: RaggedBatch, s: int, layer: LayerSpec
-    ) -> None:
+    def _append(self, k: Floats, v: Floats, arena: Words, batch: RaggedBatch, s: int, layer: LayerSpec) -> None:
         """Store the step's tokens of sequence s: whole blocks straight to cold slots, the rest token by token."""
         group, past, total = layer.group_size, int(batch.past[s]), int(batch.total[s])
         for block in range(past // group, -(-total // group)):

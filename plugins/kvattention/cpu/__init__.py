@@ -200,6 +200,4 @@ def _address(array: NDArray[np.generic]) -> int:
 
 def _check_arena(arena: NDArray[np.int32]) -> None:
     if arena.dtype != np.int32 or arena.ndim != 1 or arena.strides != (4,) or _address(arena) % 64:
-        raise ValueError(
-            f"arena is {arena.dtype} {arena.shape}; expected a 64-byte aligned int32 vector (arena_words)"
-        )
+        raise ValueError(f"arena is {arena.dtype} {arena.shape}; expected a 64-byte aligned int32 vector (arena_words)")

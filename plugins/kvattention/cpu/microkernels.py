@@ -88,13 +88,9 @@ class _Decoder:
         if self.codec == bf16.index:
             wide = b.zext(e.load(address, ir.VectorType(I16, LANES), 2), VI)
             return b.bitcast(b.shl(wide, lanes_i32([16] * LANES)), VF)
-        if (
-            self.codec == e4m3.index
-        ):  # sign-extended, shifted: fp16 bits of value / 256 once the copied sign is cleared
+        if self.codec == e4m3.index:  # sign-extended, shifted: fp16 bits of value / 256 once the copied sign is cleared
             short = ir.VectorType(I16, LANES)
-            wide = b.shl(
-                b.sext(e.load(address, ir.VectorType(I8, LANES)), short), ir.Constant(short, [7] * LANES)
-            )
+            wide = b.shl(b.sext(e.load(address, ir.VectorType(I8, LANES)), short), ir.Constant(short, [7] * LANES))
             return e.half_to_float(b.and_(wide, ir.Constant(short, [0xBF80 - 0x10000] * LANES)))
         if self.codec == int2.index:
             words = e.splat(e.load(address, I32, 4))
@@ -174,12 +170,9 @@ def _emit_accumulate(function: Function, codec: int, rows: int, wide: bool) -> N
             with e.loop(begin, end) as token:
                 address = e.at(base, (token, v_stride))
                 for pair in range(0, together, 2):
-                    weight = e.at(
-                        weights, (b.add(group, integer(pair // 2)), group_stride), (token, FLOAT_BYTES)
-                    )
+                    weight = e.at(weights, (b.add(group, integer(pair // 2)), group_stride), (token, FLOAT_BYTES))
                     values = [
-                        decoder.load(e.at(address, i * decoder.bytes))
-                        for i in range(pair, min(pair + 2, together))
+                        decoder.load(e.at(address, i * decoder.bytes)) for i in range(pair, min(pair + 2, together))
                     ]
                     for r in range(rows):
                         factor = e.splat_load(e.at(weight, r * S_STRIDE * FLOAT_BYTES))
@@ -188,9 +181,7 @@ def _emit_accumulate(function: Function, codec: int, rows: int, wide: bool) -> N
             for r in range(rows):
                 factor = e.splat_load(e.at(corr, r * FLOAT_BYTES))
                 for i in range(together):
-                    address = e.at(
-                        out, (vector, LANES * FLOAT_BYTES), (r * Q_STRIDE + i * LANES) * FLOAT_BYTES
-                    )
+                    address = e.at(out, (vector, LANES * FLOAT_BYTES), (r * Q_STRIDE + i * LANES) * FLOAT_BYTES)
                     old = e.load(address, VF, FLOAT_BYTES)
                     e.store(e.fma(old, factor, decoder.restore(b.load(sums[r][i]))), address)
 
@@ -250,9 +241,7 @@ def _emit_split_params(function: Function, _codec: int, groups: int, _wide: bool
         address = e.at(params, (token, 4 * groups))
         parts = [e.load(e.at(address, i * LANES * 4), VI, 4) for i in range(groups)]
         for group in range(groups):
-            places = [
-                divmod(t * groups + group, LANES) for t in range(LANES)
-            ]  # (part, lane) of each token's word
+            places = [divmod(t * groups + group, LANES) for t in range(LANES)]  # (part, lane) of each token's word
             words = e.permute(parts[0], [lane if part == 0 else 0 for part, lane in places])
             for i in range(1, groups):
                 merge = [LANES + lane if part == i else t for t, (part, lane) in enumerate(places)]
@@ -336,9 +325,7 @@ Emit = Callable[[Function, int, int, bool], None]
 Typed = tuple[Any, Callable[[Any, Any, Any, Any], Value]]
 
 
-def _function(
-    module: Any, name: str, emit: Emit, kinds: list[Any], codec: int, rows: int, wide: bool
-) -> Function:
+def _function(module: Any, name: str, emit: Emit, kinds: list[Any], codec: int, rows: int, wide: bool) -> Function:
     full = f"kvattention_{name}_{codec}_{rows}"
     if full in module.globals:
         return module.globals[full]
@@ -350,9 +337,7 @@ def _function(
     return function
 
 
-def _switch(
-    name: str, emit: Emit, kinds: list[Any], variants: dict[int, tuple[int, int]], codec: Any = None
-) -> Typed:
+def _switch(name: str, emit: Emit, kinds: list[Any], variants: dict[int, tuple[int, int]], codec: Any = None) -> Typed:
     """Signature and code of an intrinsic whose first argument picks among loops emitted for (codec, rows).
 
     With a ``codec``, a constant, the intrinsic takes that one before the others.
@@ -469,9 +454,7 @@ def weigh(
 
 
 @intrinsic
-def softmax(
-    _typing: Any, rows: Any, vectors: Any, s: Any, lo: Any, hi: Any, m: Any, sums: Any, corr: Any
-) -> Typed:
+def softmax(_typing: Any, rows: Any, vectors: Any, s: Any, lo: Any, hi: Any, m: Any, sums: Any, corr: Any) -> Typed:
     kinds = [I64] * 8
 
     def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Value:

@@ -152,9 +152,7 @@ def _code16(codec, x):
     if codec == _F16:
         return half_bits(min(max(x, np.float32(-65504.0)), np.float32(65504.0)))
     bits = float_bits(x)
-    return np.int16(
-        np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    )
+    return np.int16(np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 @njit(**_options)
@@ -317,14 +315,10 @@ def _append(call, layer, s, head, scratch):
         v_at = record + 2 * layer[HOT_V] + head * channels * group
         for t in range(begin, end):
             slot = t - block * group
-            source = carray(
-                pointer(k + 4 * ((t - begin) * call[K_ROW] + head * channels)), (channels,), np.float32
-            )
+            source = carray(pointer(k + 4 * ((t - begin) * call[K_ROW] + head * channels)), (channels,), np.float32)
             for d in range(channels):
                 halves[k_at + d * group + slot] = _code16(hot, source[d])
-            source = carray(
-                pointer(v + 4 * ((t - begin) * call[V_ROW] + head * channels)), (channels,), np.float32
-            )
+            source = carray(pointer(v + 4 * ((t - begin) * call[V_ROW] + head * channels)), (channels,), np.float32)
             for d in range(channels):
                 halves[v_at + slot * channels + d] = _code16(hot, source[d])
 
@@ -460,9 +454,7 @@ def _attend(call, layer, s, head, token, tokens, scratch):
             if _grouped(k_codec):
                 premultiply(count, q_at, k_params, channels, scratch + 4 * _SCALED, scratch + 4 * _INIT)
                 q_at = scratch + 4 * _SCALED
-            call_scores(
-                score, count, q_at, k_at, k_stride, channels, vectors, mult, scratch + 4 * _INIT, s_at
-            )
+            call_scores(score, count, q_at, k_at, k_stride, channels, vectors, mult, scratch + 4 * _INIT, s_at)
             softmax(
                 count,
                 vectors,
