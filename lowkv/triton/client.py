@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import shlex
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -112,12 +111,6 @@ class GenerateClient:
 
     def _unreachable(self, error: Exception) -> LowkvError:
         return LowkvError(f"no answer from {self._host}:{self._port}: {error}", fix="is the server running?")
-
-
-def curl_example(url: str, model: str) -> str:
-    """A command that a user can paste to try the model."""
-    body = json.dumps({"text_input": "The capital of France is", "max_tokens": 32, "stream": True})
-    return f"curl -sN {url}/v2/models/{model}/generate_stream -d {shlex.quote(body)}"
 
 
 def _body(text: str, max_tokens: int, fields: Mapping[str, Any]) -> bytes:
