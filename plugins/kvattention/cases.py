@@ -114,14 +114,11 @@ class Case:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Case:
         """Inverse of `to_dict`, also after a trip through JSON (lists become tuples)."""
-        return cls(
-            **{
-                key: tuple(tuple(item) if isinstance(item, list) else item for item in value)
-                if isinstance(value, list | tuple)
-                else value
-                for key, value in data.items()
-            }
-        )
+        return cls(**{name: _tuples(value) for name, value in data.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -292,15 +289,15 @@ def _cases() -> Iterator[Case]:
         yield Case(f"int2-gqa{gqa}", (("int2", "int2"),), ((97, 40), (1, 1), (2, 1)), residual=32, gqa=gqa)
     for head_dim in (16, 80, 96, 128, 256):
         for name in ("e4m3", "int4", "int2", "k4v2"):
-            steps = ((70, 131), (1, 1), (3, 1))
-            yield Case(f"{name}-d{head_dim}", (formats[name],), steps, head_dim=head_dim, residual=0, gqa=2)
+            shape_steps = ((70, 131), (1, 1), (3, 1))
+            yield Case(f"{name}-d{head_dim}", (formats[name],), shape_steps, head_dim=head_dim, residual=0, gqa=2)
     for group_size in (64, 128):
         for name in formats:
-            steps = ((300, 70), (1, 1), (2, 70), (1, 1))
+            group_steps = ((300, 70), (1, 1), (2, 70), (1, 1))
             yield Case(
                 f"{name}-g{group_size}",
                 (formats[name],),
-                steps,
+                group_steps,
                 group_size=group_size,
                 residual=group_size,
                 gqa=3,
@@ -313,8 +310,8 @@ def _cases() -> Iterator[Case]:
     # Values that break naive quantizers.
     for values in VALUES[1:]:
         for name in formats:
-            steps = ((70, 33), (1, 1), (40, 1), (1, 1))
-            yield Case(f"{name}-{values}", (formats[name],), steps, residual=0, gqa=2, values=values)
+            value_steps = ((70, 33), (1, 1), (40, 1), (1, 1))
+            yield Case(f"{name}-{values}", (formats[name],), value_steps, residual=0, gqa=2, values=values)
 
 
 CASES: dict[str, Case] = {case.name: case for case in _cases()}

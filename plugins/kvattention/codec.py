@@ -20,6 +20,7 @@ bytes. Where the bytes lie is `layout`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ E4M3_MAX = 448.0
 VALUES_PER_PARAM = 32
 """Channels of one token that share a V parameter word in a grouped codec (the last group may be shorter)."""
 
-Floats = NDArray[np.floating]
+Floats = NDArray[np.floating[Any]]
 Words = NDArray[np.int32]
 Codes = NDArray[np.uint32]
 
@@ -72,7 +73,7 @@ int2 = Codec("int2", 2, grouped=True, index=4)
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (f16, bf16, e4m3, int4, int2)}
 
 
-def pack(codes: NDArray[np.integer], bits: int) -> Words:
+def pack(codes: NDArray[np.integer[Any]], bits: int) -> Words:
     """Pack ``[..., n]`` codes below ``2**bits`` into ``[..., n * bits / 32]`` int32 words, first code lowest.
 
     Raises ValueError when n does not fill whole words.
@@ -83,7 +84,8 @@ def pack(codes: NDArray[np.integer], bits: int) -> Words:
         raise ValueError(f"{n} codes of {bits} bits do not fill 32-bit words; use a multiple of {per_word}")
     lanes = codes.astype(np.uint32).reshape(*outer, n // per_word, per_word)
     shifts = np.arange(per_word, dtype=np.uint32) * np.uint32(bits)
-    return np.bitwise_or.reduce(lanes << shifts, axis=-1).astype(np.uint32).view(np.int32)
+    words: Codes = np.bitwise_or.reduce(lanes << shifts, axis=-1)
+    return words.view(np.int32)
 
 
 def unpack(words: Words, bits: int) -> Codes:
@@ -91,7 +93,8 @@ def unpack(words: Words, bits: int) -> Codes:
     per_word = 32 // bits
     shifts = np.arange(per_word, dtype=np.uint32) * np.uint32(bits)
     lanes = (words.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
-    return lanes.reshape(*words.shape[:-1], words.shape[-1] * per_word)
+    codes: Codes = lanes.reshape(*words.shape[:-1], words.shape[-1] * per_word)
+    return codes
 
 
 def encode_plain(codec: Codec, x: Floats, scale: Floats | float = 1.0) -> Codes:
@@ -129,7 +132,8 @@ def _e4m3_codes(x: NDArray[np.float32]) -> Codes:
     )
     subnormal = np.rint(magnitude * np.float32(512.0)).astype(np.uint32)  # steps of 2^-9 below 2^-6
     codes = np.where(magnitude < np.float32(2.0**-6), subnormal, normal)
-    return codes | ((x.view(np.uint32) >> np.uint32(31)) << np.uint32(7))
+    signed: Codes = codes | ((x.view(np.uint32) >> np.uint32(31)) << np.uint32(7))
+    return signed
 
 
 def encode_group(codec: Codec, x: Floats) -> tuple[Codes, Words]:
@@ -154,7 +158,8 @@ def encode_group(codec: Codec, x: Floats) -> tuple[Codes, Words]:
 def decode_group(codec: Codec, codes: Codes, params: Words) -> NDArray[np.float32]:
     """Inverse of `encode_group`."""
     scale, minimum = split_params(params)
-    return codes.astype(np.float32) * scale[..., None] + minimum[..., None]
+    values: NDArray[np.float32] = codes.astype(np.float32) * scale[..., None] + minimum[..., None]
+    return values
 
 
 def split_params(params: Words) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -55,7 +55,8 @@ Uint16 = NDArray[np.uint16]
 class RecordLayout:
     """Sizes and offsets, in words, of one layer's record in a block (see the module's drawing).
 
-    Raises ValueError for a group_size outside {32, 64, 128}, a head_dim that is not a multiple of 16 up to 256, or no heads.
+    Raises ValueError for a group_size outside {32, 64, 128}, a head_dim that is not a multiple of 16 up to 256, or
+    no heads.
     """
 
     k: Codec

@@ -63,8 +63,8 @@ def test_arena_is_the_references_bit_for_bit(cpu: Attention, case: Case) -> None
         np.testing.assert_array_equal(ours.arena, theirs.arena, err_msg=f"step {number}")
 
 
-def _plain_case(format: tuple[str, str] = ("f16", "f16"), **options: object) -> Case:
-    return dataclasses.replace(Case("plain", (format,), ((100,), (1,)), gqa=3), **options)
+def _plain_case(pair: tuple[str, str] = ("f16", "f16"), **options: object) -> Case:
+    return dataclasses.replace(Case("plain", (pair,), ((100,), (1,)), gqa=3), **options)
 
 
 def test_chunks_do_not_change_a_float16_cache(attention: Attention) -> None:
@@ -82,14 +82,14 @@ def test_chunks_do_not_change_a_float16_cache(attention: Attention) -> None:
         done += n
 
 
-@pytest.mark.parametrize("format", [("int2", "int2"), ("e4m3", "e4m3")], ids="-".join)
-def test_company_does_not_change_a_sequence(attention: Attention, format: tuple[str, str]) -> None:
+@pytest.mark.parametrize("pair", [("int2", "int2"), ("e4m3", "e4m3")], ids="-".join)
+def test_company_does_not_change_a_sequence(attention: Attention, pair: tuple[str, str]) -> None:
     """Sequences of 5 and 131 tokens together and alone: the same rows to the last bit."""
     steps = ((5, 131), (1, 1), (1, 1))
-    together = Playback(_plain_case(format, steps=steps, residual=32))
+    together = Playback(_plain_case(pair, steps=steps, residual=32))
     rows = [(step, run(attention, together, step)[0]) for step in together]
     for s in range(2):
-        alone = Playback(_plain_case(format, steps=tuple((step[s],) for step in steps), residual=32))
+        alone = Playback(_plain_case(pair, steps=tuple((step[s],) for step in steps), residual=32))
         for part, (step, output) in zip(alone, rows, strict=True):
             mine = slice(int(step.batch.query_start[s]), int(step.batch.query_start[s + 1]))
             part.q[0], part.k[0], part.v[0] = (np.ascontiguousarray(x[0][mine]) for x in (step.q, step.k, step.v))

@@ -44,13 +44,13 @@ def test_encode_then_decode(pair: tuple[str, str], shape: tuple[int, int, int]) 
     heads, channels, group = shape
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, heads, group, channels)).astype(np.float32)
-    scales = rng.uniform(0.01, 0.02, (2, heads)).astype(np.float32)
+    scales = rng.uniform(0.02, 0.04, (2, heads)).astype(np.float32)
     record = np.full(layout.words, 0x7FFF7FFF, np.int32)
     layout.encode(k, v, record, *scales)
     again_k, again_v = layout.decode(record, *scales)
     for codec, x, again in ((layout.k, k, again_k), (layout.v, v, again_v)):
         error = np.abs(x - again).max()
-        assert 0 < error < {16: 0.02, 8: 0.2, 4: 0.3, 2: 1.2}[codec.bits]
+        assert 0 < error < {16: 0.02, 8: 0.3, 4: 0.35, 2: 1.5}[codec.bits]
 
 
 def test_words_lie_where_the_drawing_says() -> None:

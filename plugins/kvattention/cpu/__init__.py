@@ -124,7 +124,7 @@ class CpuAttention:
         plan = batch.derived.get(key)
         if plan is None:
             plan = batch.derived[key] = self._make_plan(batch, heads, layer.kv_heads)
-        return plan  # type: ignore[no-any-return]
+        return plan
 
     def _make_plan(
         self, batch: RaggedBatch, heads: int, kv_heads: int

@@ -137,7 +137,7 @@ def _bits(codec):
 
 @njit(**_options)
 def _grouped(codec):
-    return codec == _INT4 or codec == _INT2
+    return codec in (_INT4, _INT2)
 
 
 @njit(**_options)
@@ -177,7 +177,7 @@ def _code8(x):
 
 @njit(**_options)
 def _encode_row(codec, x, length, scale, group, words, at, params, at_params):
-    """Encode a row of ``length`` values in groups of ``group``; codes to words[at:], parameters to params[at_params:]."""
+    """Encode ``length`` values, in groups of ``group``: codes to words[at:], parameters to params[at_params:]."""
     bits = _bits(codec)
     if codec == _E4M3:
         for w in range(length // 4):
@@ -194,7 +194,6 @@ def _encode_row(codec, x, length, scale, group, words, at, params, at_params):
         return
     levels = np.float32((1 << bits) - 1)
     per_word = 32 // bits
-    index = 0
     for start in range(0, length, group):
         stop = min(start + group, length)
         smallest, largest = x[start], x[start]
@@ -203,10 +202,9 @@ def _encode_row(codec, x, length, scale, group, words, at, params, at_params):
         scale_code = half_bits(min(np.float32(largest - smallest) / levels, np.float32(65504.0)))
         minimum_code = half_bits(min(max(smallest, np.float32(-65504.0)), np.float32(65504.0)))
         step, minimum = half_value(scale_code), half_value(minimum_code)
-        params[at_params + index] = np.int32(
+        params[at_params + start // group] = np.int32(
             np.uint32(np.uint16(scale_code)) | (np.uint32(np.uint16(minimum_code)) << np.uint32(16))
         )
-        index += 1
         for w in range(start // per_word, stop // per_word):
             word = np.uint32(0)
             if step > np.float32(0.0):
