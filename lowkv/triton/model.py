@@ -97,12 +97,12 @@ class TritonPythonModel:
             try:
                 self._accept(request, sender)
             except LowkvError as error:
-                _send_error(sender, str(error), pb_utils.TritonError.INVALID_ARG)
+                self._refuse(sender, str(error), pb_utils.TritonError.INVALID_ARG)
             except _BusyError as error:
-                _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
+                self._refuse(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
             except Exception as error:  # must not leave execute
                 self._log.log_error(f"lowkv: {type(error).__name__}: {error}")
-                _send_error(sender, f"internal error: {type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
+                self._refuse(sender, f"internal error: {type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
 
     def finalize(self) -> None:
         self._stopping.set()
@@ -145,6 +145,12 @@ class TritonPythonModel:
                 self._in_engine -= 1
             raise
 
+    def _refuse(self, sender: Any, message: str, code: int) -> None:
+        try:
+            sender.send(_error(message, code), flags=_FINAL)
+        except Exception as error:  # must not leave execute
+            self._log.log_error(f"lowkv: cannot refuse a request: {type(error).__name__}: {error}")
+
     # -- out ---------------------------------------------------------------------------------------------
 
     def _produced(self, delta: Delta) -> None:
@@ -171,7 +177,7 @@ class TritonPythonModel:
             except Exception as error:  # one request's trouble must not stop the others' answers
                 self._log.log_error(f"lowkv: cannot answer a request: {type(error).__name__}: {error}")
                 self._loop.cancel(exchange.id)
-                self._close(exchange, None)
+                self._close(exchange, _error(f"internal error: {error}", pb_utils.TritonError.INTERNAL))
 
     def _send(self, exchange: _Exchange, delta: Delta) -> None:
         exchange.cum_logprob += sum(delta.logprobs)
@@ -210,17 +216,14 @@ class TritonPythonModel:
             tensors.append(_tensor("num_output_tokens", [[delta.num_output_tokens]], np.int32))
         return pb_utils.InferenceResponse(tensors)
 
-    def _close(self, exchange: _Exchange, response: Any | None) -> None:
-        """Sends the last response, if any, and the FINAL flag; once per request."""
+    def _close(self, exchange: _Exchange, response: Any) -> None:
+        """Sends the last response with the FINAL flag; once per request."""
         with exchange.lock:
             if exchange.closed:
                 return
             exchange.closed = True
             try:
-                if response is None:
-                    exchange.sender.send(flags=_FINAL)
-                else:
-                    exchange.sender.send(response, flags=_FINAL)
+                exchange.sender.send(response, flags=_FINAL)
             except Exception as error:
                 self._log.log_error(f"lowkv: cannot end a request: {type(error).__name__}: {error}")
         with self._lock:
@@ -263,7 +266,3 @@ def _tensor(name: str, values: list[Any], dtype: Any) -> Any:
 
 def _error(message: str, code: int) -> Any:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
-
-
-def _send_error(sender: Any, message: str, code: int) -> None:
-    sender.send(_error(message, code), flags=_FINAL)

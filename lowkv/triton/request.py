@@ -25,6 +25,11 @@ _NUMPY_TYPES = {
     "TYPE_FP32": np.dtype(np.float32),
     "TYPE_BOOL": np.dtype(np.bool_),
 }
+# A request must not be able to stop the others: tokenizing megabytes takes seconds, and every word is looked for at
+# every token. No tokenizer has tokens of this many bytes on average.
+MOST_BYTES_PER_TOKEN = 256
+MOST_WORDS = 256
+LONGEST_WORD = 1024  # characters
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,13 @@ def parse_request(
     text = values["text_input"]
     if not text:
         raise LowkvError("text_input is empty", got=text, expected="a prompt of at least one character")
+    if len(text) > limits.context * MOST_BYTES_PER_TOKEN:
+        raise LowkvError(
+            "text_input is too long",
+            got=f"{len(text)} characters",
+            expected=f"at most {limits.context} tokens, the answer included",
+            fix="shorten the prompt",
+        )
     for name in ("end_id", "pad_id"):
         _check_token(name, values[name], limits.vocabulary)
     return GenerateRequest(
@@ -134,9 +146,18 @@ def _value(field: Field, array: NDArray[Any] | None) -> Any:
     if not field.scalar:
         if array.ndim > 2 or (array.ndim == 2 and array.shape[0] != 1):
             raise LowkvError(f"{name} has the wrong shape", got=list(array.shape), expected=_described(field))
-        # TensorRT-LLM's clients send [""] for "none".
-        return tuple(word for word in (_text(name, item) for item in array.ravel()) if word)
+        return _words(name, array)
     return _text(name, array.item()) if field.dtype == "TYPE_STRING" else array.item()
+
+
+def _words(name: str, array: NDArray[Any]) -> tuple[str, ...]:
+    if array.size > MOST_WORDS:
+        raise LowkvError(f"{name} has too many entries", got=array.size, expected=f"at most {MOST_WORDS}")
+    # TensorRT-LLM's clients send [""] for "none".
+    words = tuple(word for word in (_text(name, item) for item in array.ravel()) if word)
+    if any(len(word) > LONGEST_WORD for word in words):
+        raise LowkvError(f"{name} has an entry that is too long", expected=f"at most {LONGEST_WORD} characters")
+    return words
 
 
 def _text(name: str, item: object) -> str:
