@@ -7,6 +7,7 @@ without a traceback and ends the command with 2, as a wrong option does; Ctrl-C 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import typer
 
 from lowkv import __version__
 from lowkv.errors import LowkvError
+from lowkv.openmp import limit_spinning
 from lowkv.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ app = typer.Typer(
 
 def main(arguments: list[str] | None = None) -> None:
     """The console script: runs a verb and exits with its code."""
+    limit_spinning(os.environ)
     try:
         app(arguments, prog_name="lowkv")
     except LowkvError as error:

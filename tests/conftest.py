@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lowkv.openmp import limit_spinning
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,6 +85,11 @@ def build_tiny(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
         return build_engine(recipe, folder / str(len(list(folder.iterdir())))).path
 
     return build
+
+
+def pytest_configure() -> None:
+    """As every entry point does, before anything loads Torch."""
+    limit_spinning(os.environ)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import IO
 
 from lowkv.errors import LowkvError
+from lowkv.openmp import limit_spinning
 from lowkv.triton import supervisor
 from lowkv.triton.distribution import TritonDistribution, find_tritonserver
 from lowkv.triton.ports import resolve_ports
@@ -290,6 +291,7 @@ class TritonServer:
         if threads is not None:
             environment.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
         environment.update(self._environment)
+        limit_spinning(environment)
         return environment
 
     def _wait_until_ready(self) -> None:
