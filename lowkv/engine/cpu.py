@@ -1,6 +1,6 @@
-"""Target `cpu`: the Torch decoder on this machine's cores. Its payload is `weights.safetensors`, in the
-decoder's own layout.
+"""Target `cpu`: the Torch decoder on this machine's cores.
 
+Its payload is `weights.safetensors`, in the decoder's own layout.
 The file is mapped, not read: weights take no memory twice, start-up is quick, and several servers that serve
 the same file share its pages.
 """

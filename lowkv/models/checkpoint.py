@@ -41,9 +41,7 @@ class Checkpoint(Protocol):
         ...
 
     def write_tokenizer(self, folder: Path) -> tuple[str, ...]:
-        """Writes what `Tokenizer.load(folder)` needs; returns the file names. The same input gives the same
-        bytes.
-        """
+        """Writes what `Tokenizer.load(folder)` needs; returns the file names. Same input, same bytes."""
         ...
 
 

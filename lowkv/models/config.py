@@ -81,9 +81,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama family: RMSNorm, rotary positions, grouped-query attention,
-    SwiGLU.
-    """
+    """A decoder-only transformer of the Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
     architecture: Architecture
     layers: int

@@ -81,9 +81,8 @@ class Decoder:
 
     Args:
         config: what the model is.
-        weights: every tensor of `weight_shapes(config)`. `layers.*`, `norm` and `embedding` share one dtype,
-        the body's (float32,
-            bfloat16 or float16); `lm_head` may be float32 beside a 16-bit body: then logits are computed in
+        weights: every tensor of `weight_shapes(config)`. `layers.*`, `norm` and `embedding` share one dtype, the body's
+            (float32, bfloat16 or float16); `lm_head` may be float32 beside a 16-bit body: then logits are computed in
             float32.
 
     Raises:
@@ -178,9 +177,7 @@ def candidates(logits: Tensor, count: int = 256) -> tuple[Tensor, Tensor, Tensor
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Rotation per position of each pair of channels, [head_dim / 2] float32, as transformers computes
-    them.
-    """
+    """Rotation per position of each pair of channels, [head_dim / 2] float32, computed as transformers does."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.kind == "linear":
         return plain / rope.factor
@@ -193,16 +190,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     """Llama 3.1's scaling: long waves are slowed by `factor`, short ones kept, those between blended."""
-    waves = 2 * math.pi / plain
-    longest, shortest = (
-        rope.original_max_positions / rope.low_freq_factor,
-        rope.original_max_positions / rope.high_freq_factor,
-    )
-    blend = (rope.original_max_positions / waves - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
+    turns = rope.original_max_positions * plain / (2 * math.pi)  # over the length that the model was first trained on
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    blend = (turns - low) / (high - low)
     blended = (1 - blend) * plain / rope.factor + blend * plain
-    return torch.where(waves > longest, plain / rope.factor, torch.where(waves < shortest, plain, blended))
+    return torch.where(turns < low, plain / rope.factor, torch.where(turns > high, plain, blended))
 
 
 def _layer(weights: Mapping[str, Tensor], prefix: str) -> _Layer:

@@ -35,8 +35,8 @@ class DenseAttention:
         self._step = list(step)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Appends k and v [T, Hkv, D] and attends: q [T, Hq, D] -> [T, Hq, D], causal, within the layer's
-        window.
+        """Appends k and v [T, Hkv, D] and attends, causal and within the layer's window: q [T, Hq, D] -> [T, Hq,
+        D].
         """
         outputs, start = [], 0
         for sequence, count in self._step:

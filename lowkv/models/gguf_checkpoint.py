@@ -1,6 +1,4 @@
-"""A `.gguf` file as a checkpoint: llama.cpp's tensor names mapped to Hugging Face's, quantized tensors to
-floats.
-"""
+"""A `.gguf` file as a checkpoint: llama.cpp's tensor names become Hugging Face's, quantized tensors become floats."""
 
 from __future__ import annotations
 

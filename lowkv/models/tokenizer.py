@@ -79,17 +79,15 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of a text. `add_special` adds what the model wants around a prompt (a BOS token, often
-        nothing).
+        """Token ids of a text.
 
-        Names of special tokens in the text become those tokens, as chat templates need.
+        `add_special` adds what the model wants around a prompt (a BOS token, often nothing). Names of special tokens
+        in the text become those tokens, as chat templates need.
         """
         return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Text of token ids, as it is: no clean-up of spaces. Bytes that are not yet whole UTF-8 give
-        U+FFFD.
-        """
+        """Text of token ids, as it is: no clean-up of spaces. Bytes that are not yet whole UTF-8 give U+FFFD."""
         return self._backend.decode(ids, skip_special_tokens=skip_special)
 
     def token_to_id(self, token: str) -> int | None:
@@ -97,8 +95,9 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The prompt for a conversation; encode it with `add_special=False`, as templates write special
-        tokens themselves.
+        """The prompt for a conversation.
+
+        Encode it with `add_special=False`: templates write special tokens themselves.
 
         Args:
             messages: mappings with `role` and `content`.

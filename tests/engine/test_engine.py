@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -272,15 +271,17 @@ def test_a_killed_build_leaves_nothing_that_looks_like_an_engine(recipe: Recipe,
     out = tmp_path / "engine"
     command = [sys.executable, "-c", _BUILD, recipe.model.spec, str(out), "hashing the engine"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
-        (scratch,) = tmp_path.iterdir()
-        assert (scratch / "weights.safetensors").is_file()
-        assert not out.exists()
-        # A second build of the same engine, while the first is at work, leaves that one's folder alone.
-        build_engine(replace(recipe, name="other"), out)
-        assert scratch.is_dir()
-        process.send_signal(signal.SIGKILL)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "here\n"
+            (scratch,) = tmp_path.iterdir()
+            assert (scratch / "weights.safetensors").is_file()
+            assert not out.exists()
+            # A second build of the same engine, while the first is at work, leaves that one's folder alone.
+            build_engine(replace(recipe, name="other"), out)
+            assert scratch.is_dir()
+        finally:
+            process.kill()
     assert scratch.is_dir()
     with pytest.raises(LowkvError, match="build did not finish"):
         EngineDir.open(scratch)
