@@ -26,9 +26,9 @@ CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 2,
     "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
     "intermediate_size": 96,
     "vocab_size": 89,
     "rms_norm_eps": 1e-5,
@@ -95,15 +95,15 @@ def golden(subject: Subject, tokens: np.ndarray) -> np.ndarray:
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
-    """Equal within 1e-4, but for what follows a code that rounded the other way.
+    """[W, P] scores equal within 1e-4, but for what follows a code that rounded the other way.
 
     One token alone and 32 together go through different matrix kernels, so K and V differ in the last bit; now and
-    then that decides how a value on the border of two codes rounds. A block read in the wrong precision would show
-    at nearly every position after it.
+    then that decides how a value on the border of two codes rounds, and all after it differs a little. A block read
+    in the wrong precision would show in every window, and more.
     """
-    difference = np.abs(found - expected)
-    assert (difference < 1e-4).mean() > 0.9
-    assert difference.max() < 0.02
+    worst = np.abs(found - expected).max(axis=-1)
+    assert worst.min() < 1e-4
+    assert worst.max() < 0.02
 
 
 CASES: list[dict[str, Any]] = [
@@ -124,7 +124,7 @@ def test_aligned_steps_equal_decoding_token_by_token(case: dict[str, Any]) -> No
     base = Subject("base", decoder, plan_of(decoder, format="fp16"))
     tokens = windows(decoder)
     scores = score([subject, base], "base", tokens)
-    assert_same(scores["it"].nll[1], golden(subject, tokens[1]))
+    assert_same(scores["it"].nll, np.array([golden(subject, window) for window in tokens]))
     if subject.plan.seals:  # the cache was really read as stored
         assert np.abs(scores["it"].nll - scores["base"].nll).max() > 0.02
 
@@ -147,8 +147,9 @@ def test_aligned_steps_equal_the_cache_fed_token_by_token() -> None:
 def test_sliding_windows() -> None:
     decoder = model(model_type="mistral", sliding_window=50)
     subject = Subject("it", decoder, plan_of(decoder, format="kivi4", residual_length=32, sink_tokens=0))
-    tokens = windows(decoder, 1)
-    assert_same(score([subject], "it", tokens)["it"].nll[0], golden(subject, tokens[0]))
+    tokens = windows(decoder)
+    golds = np.array([golden(subject, window) for window in tokens])
+    assert_same(score([subject], "it", tokens)["it"].nll, golds)
 
 
 def test_divergence_is_over_the_whole_vocabulary() -> None:
@@ -167,10 +168,10 @@ def test_divergence_is_over_the_whole_vocabulary() -> None:
 def test_windows_do_not_touch_each_other() -> None:
     decoder = model()
     subject = Subject("it", decoder, plan_of(decoder, format="k4v2", residual_length=32))
-    tokens = windows(decoder, 11)  # more than one batch
+    tokens = windows(decoder, 10)  # more than one batch
     together = score([subject], "it", tokens)["it"].nll
-    alone = score([subject], "it", tokens[9:10])["it"].nll
-    assert_same(together[9:10], alone)
+    alone = [score([subject], "it", tokens[row : row + 1])["it"].nll[0] for row in (0, 7, 9)]
+    assert_same(together[[0, 7, 9]], np.array(alone))
 
 
 def test_progress_reaches_the_end() -> None:
