@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepared import decoding, engine_of, median, prompts, serving
+
+from lowkv.openmp import limit_spinning
 
 if TYPE_CHECKING:
     import torch
@@ -185,6 +188,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--quick", action="store_true", help="128 tokens of context, 6 steps")
     options = parser.parse_args()
+    limit_spinning(os.environ)
     result = run(context=128, steps=6) if options.quick else run()
     for name, value in result["seconds_per_step"].items():
         count = int(name.rpartition("_")[2])

@@ -22,6 +22,8 @@ from typing import Any
 
 from prepared import ROOT
 
+from lowkv.openmp import limit_spinning
+
 BENCHMARKS = ("decode_attention", "engine_decode", "openvino_compare")
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "f16c", "fma")
 _PACKAGES = ("torch", "transformers", "numba", "numpy")
@@ -53,6 +55,8 @@ def machine() -> dict[str, Any]:
 
 def run(quick: bool) -> tuple[dict[str, Any], list[str]]:
     """Runs everything; the report, and the names of benchmarks that failed."""
+    environment = dict(os.environ)
+    limit_spinning(environment)
     report: dict[str, Any] = {"machine": machine(), "quick": quick, "raw": {}}
     raw, failed = report["raw"], []
     with tempfile.TemporaryDirectory() as scratch:
@@ -60,7 +64,8 @@ def run(quick: bool) -> tuple[dict[str, Any], list[str]]:
             print(f"== {name}", flush=True)
             out = Path(scratch) / f"{name}.json"
             command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), "--json", str(out)]
-            if subprocess.run([*command, *(["--quick"] if quick else [])], check=False).returncode:
+            command += ["--quick"] if quick else []
+            if subprocess.run(command, env=environment, check=False).returncode:
                 failed.append(name)
                 continue
             raw[name] = json.loads(out.read_text(encoding="utf-8"))

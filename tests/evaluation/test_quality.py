@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,8 +11,19 @@ import pytest
 
 from kvattention import select
 from kvattention.reference import as_stored, attention
+from lowkv.engine import EngineDir
 from lowkv.errors import LowkvError
-from lowkv.evaluation.quality import Evaluation, Scores, Subject, _interval, _quality, _Run, score, windows_of
+from lowkv.evaluation.quality import (
+    Evaluation,
+    Scores,
+    Subject,
+    _interval,
+    _quality,
+    _Run,
+    evaluate,
+    score,
+    windows_of,
+)
 from lowkv.kvcache import CachePlan
 from lowkv.models.config import ModelConfig
 from lowkv.recipe import KVCacheConfig
@@ -238,3 +251,34 @@ def test_the_table_names_what_was_measured() -> None:
     assert "mine" in evaluation.table()
     assert "198 positions: 2 windows of 100 tokens, no BOS token" in evaluation.table()
     assert evaluation.to_mapping()["results"]["mine"]["perplexity"]["value"] == 1.0
+
+
+def test_engines_are_compared_with_fp16_kv_of_their_own_weights(build_tiny: Callable[..., Path]) -> None:
+    cache = {"residual_length": 32, "sink_tokens": 0}
+    engines = {name: EngineDir.open(build_tiny({"format": name} | cache)) for name in ("kivi4", "kivi2")}
+    text = ["It is a truth universally acknowledged, that " * 8, "too short", "Call me Ishmael. Some years ago " * 12]
+    result = evaluate(engines, text, tokens=512, window=256, source="two sentences")
+    assert [one.name for one in result.results] == ["fp16", "kivi4", "kivi2"]
+    assert (result.windows, result.bos, result.source) == (2, False, "two sentences")
+    base, kivi4, kivi2 = result.results
+    assert (base.ratio.value, base.kl.value, base.top1.value) == (1, 0, 1)
+    assert 0 < kivi4.kl.value < kivi2.kl.value
+    assert base.bits == 16 > kivi4.bits > kivi2.bits
+    against = evaluate(engines, text, tokens=512, window=256, baseline="kivi4")
+    assert [one.name for one in against.results] == ["kivi4", "kivi2"]
+    assert against.baseline == "kivi4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"engines": {}}, "no engine"),
+        ({"baseline": "other"}, "no engine has the baseline's name"),
+        ({"window": 4096}, "longer than the model's positions"),
+        ({"tokens": 10_000}, "not enough text"),
+    ],
+)
+def test_refusals(build_tiny: Callable[..., Path], arguments: dict[str, Any], message: str) -> None:
+    given = {"engines": {"kivi2": EngineDir.open(build_tiny())}, "window": 128} | arguments
+    with pytest.raises(LowkvError, match=message):
+        evaluate(text=["a short text"], **given)
