@@ -128,7 +128,7 @@ def test_stop_string_ends_the_answer(build_tiny: Build) -> None:
     ],
 )
 def test_bad_requests_change_nothing(build_tiny: Build, prompt: Any, output: int, message: str) -> None:
-    engine = ServingEngine.load(build_tiny({"format": "fp16", "budget": 2**19}))
+    engine = ServingEngine.load(build_tiny({"format": "fp16", "budget": 2**18}))
     with pytest.raises(LowkvError, match=message):
         engine.submit(Request("bad", prompt, SamplingParams(max_tokens=output)))
     assert not engine.has_work
