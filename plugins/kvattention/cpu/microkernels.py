@@ -12,6 +12,9 @@ heads that share a KV head: a vector of codes is unpacked once and multiplied in
 Grouped codecs cost no multiplication per value: K's scales are multiplied into q (`premultiply`) and V's into the
 weights (`weigh`); the minima add one term per row and block.
 
+numba's cache looks at the file of the function it compiles, which is `work`: after editing this file or `vector`,
+touch work.py, or old machine code keeps running.
+
 Addresses of scratch rows have fixed strides (Q_STRIDE, S_STRIDE floats), chosen off powers of two so that rows do
 not fall on one cache set.
 """
