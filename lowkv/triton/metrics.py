@@ -92,6 +92,15 @@ class EngineMetrics:
         for seconds in steps:
             self._step_metric.observe(seconds)
 
+    def release(self) -> None:
+        """Takes the metrics out of Triton; nothing may be published afterwards.
+
+        Left to the interpreter's end, they would speak to a server that is no longer connected, and crash the stub.
+        """
+        del self._step_metric, self._bits_metric
+        self._metrics.clear()
+        self._families.clear()
+
     def _family(self, pb_utils: Any, name: str, description: str, kind: str) -> Any:
         if name not in self._families:
             kind_value = getattr(pb_utils.MetricFamily, kind)

@@ -83,15 +83,19 @@ class TritonPythonModel:
         )
         self._stats = engine.stats()
         self._loop = EngineLoop(engine, self._produced, self._stepped)
-        self._threads = [
-            threading.Thread(target=self._respond, name="lowkv-responder"),
-            threading.Thread(target=self._watch, name="lowkv-watcher"),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._metrics.publish(self._stats)
+        # Started by the first request: until then Triton is spoken to by its own thread alone.
+        self._threads: list[threading.Thread] = []
         self._log.log_info(f"lowkv: {path.name} loaded in {time.monotonic() - started:.1f} s: {plan.summary()}")
 
     def execute(self, requests: list[Any]) -> None:
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._respond, name="lowkv-responder"),
+                threading.Thread(target=self._watch, name="lowkv-watcher"),
+            ]
+            for thread in self._threads:
+                thread.start()
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -112,6 +116,7 @@ class TritonPythonModel:
             thread.join()
         for exchange in list(self._live.values()):
             self._close(exchange, _error("the server is shutting down", pb_utils.TritonError.UNAVAILABLE))
+        self._metrics.release()
         del self._loop  # and with it the engine, its weights and its arena
 
     # -- in ----------------------------------------------------------------------------------------------
