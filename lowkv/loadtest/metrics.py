@@ -24,6 +24,8 @@ CLIENT_CPU_LIMIT = 80.0
 """Percent of a core above which a Locust process may have been late to read the clock."""
 DISPATCH_LIMIT = 0.05
 """Largest p99 dispatch delay, as a share of the median TTFT."""
+TPOT_TOKENS = 16
+"""Tokens from which a request under way is judged by its TPOT; the mean of the first few gaps says little."""
 BOUND_OCCUPANCY = 0.95
 """Share of the KV budget in use, with requests waiting, from which the KV cache is said to bind."""
 
@@ -111,6 +113,9 @@ def achieved_concurrency(records: Iterable[RequestRecord], window: Window) -> fl
 
 def _kept(request: Request, slo: Slo) -> bool:
     ttft, tpot = time_to_first_token(request), time_per_output_token(request)
+    ended = isinstance(request, RequestRecord) and request.status == "ok"
+    if request.output_tokens < TPOT_TOKENS and not ended:
+        tpot = None
     return ttft is not None and ttft <= slo.ttft_seconds and (tpot is None or tpot <= slo.tpot_seconds)
 
 

@@ -19,6 +19,14 @@ _LINE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
+_START_SECONDS = 15.0
+"""How long the metrics of a server that is ready may be in coming: Triton opens that port last."""
+
+
+class NoAnswerError(LowkvError):
+    """Nothing answered at the metrics' address."""
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """A server that is ready: its model, its two addresses, and its process where that runs on this
@@ -31,12 +39,12 @@ class Endpoint:
     pid: int | None = None
 
     def sample(self, t: float) -> ServerSample:
-        """The server's metrics now. Raises LowkvError when it does not answer, or lacks one of ours."""
+        """The server's metrics now. Raises NoAnswerError, or LowkvError when it lacks one of ours."""
         try:
             with urllib.request.urlopen(self.metrics_url, timeout=5) as answer:  # noqa: S310 - the user's own server
                 text = answer.read().decode()
         except (OSError, urllib.error.URLError) as error:
-            raise LowkvError(f"no metrics at {self.metrics_url}: {error}", fix="is the server running?") from error
+            raise NoAnswerError(f"no metrics at {self.metrics_url}: {error}", fix="is the server running?") from error
         return sample_from_metrics(text, self.model, t, _memory(self.pid))
 
 
@@ -115,7 +123,14 @@ class ServerSampler:
 
     def __enter__(self) -> Self:
         # The first sample is taken here, so that a wrong address is an error and not a file of nothing.
-        self.latest = self._endpoint.sample(self._clock())
+        deadline = time.monotonic() + _START_SECONDS
+        while self.latest is None:
+            try:
+                self.latest = self._endpoint.sample(self._clock())
+            except NoAnswerError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
         self._thread.start()
         return self
 

@@ -119,3 +119,10 @@ def test_capacity_and_binding_are_read_from_the_server() -> None:
     assert metrics.resident_peak(server) == 5
     assert metrics.kv_bound(server, WINDOW) == pytest.approx(0.96)
     assert metrics.kv_bound([sample(11.0, used=99)], WINDOW) is None  # nobody waited
+
+
+def test_tpot_of_a_request_under_way_is_judged_from_sixteen_tokens() -> None:
+    young = InFlight("a", "u", sent=11.0, first=11.5, last=14.5, output_tokens=4)
+    old = replace(young, output_tokens=16, last=11.5 + 0.6 * 15)
+    assert metrics.slo_verdict([young], 0, WINDOW, SLO).passed
+    assert not metrics.slo_verdict([old], 0, WINDOW, SLO).passed
