@@ -59,10 +59,9 @@ def _measure(tokens: int, gqa: int, rounds: int) -> dict[str, float]:
     q = rng.standard_normal((SEQUENCES, heads, HEAD_DIM), dtype=np.float32)
     sides: dict[str, Callable[[], Any]] = {}
     for name, (k_codec, v_codec) in FORMATS.items():
-        step, k, v = _paged(tokens, q, k_codec, v_codec)
-        sides[name] = step
+        sides[name], decoded = _paged(tokens, q, k_codec, v_codec)
         if name == "kivi2":
-            keys, values = torch.from_numpy(k), torch.from_numpy(v)  # [S, Hkv, T, D]
+            keys, values = (torch.from_numpy(x) for x in decoded())  # [S, Hkv, T, D]
     queries = torch.from_numpy(q)
     grouped = queries.view(SEQUENCES, KV_HEADS, gqa, HEAD_DIM)
     single = queries.view(SEQUENCES, heads, 1, HEAD_DIM)
@@ -83,8 +82,8 @@ def _measure(tokens: int, gqa: int, rounds: int) -> dict[str, float]:
 
 def _paged(
     tokens: int, q: np.ndarray, k_codec: str, v_codec: str
-) -> tuple[Callable[[], np.ndarray], np.ndarray, np.ndarray]:
-    """A decode step over a filled arena, and what the arena decodes to: k, v ``[S, Hkv, T, D]``.
+) -> tuple[Callable[[], np.ndarray], Callable[[], tuple[np.ndarray, np.ndarray]]]:
+    """A decode step over a filled arena, and a function that decodes the arena: k, v ``[S, Hkv, T, D]``.
 
     The step rewrites its own last token each time, which is the last of the ``tokens``; it alone is hot.
     """
@@ -103,41 +102,38 @@ def _paged(
     arena = kvattention.arena_words(SEQUENCES * blocks * slot * 16)
     table = (rng.permutation(SEQUENCES * blocks).reshape(SEQUENCES, blocks) * slot).astype(np.int32)
 
-    def batch(begin: int, end: int) -> Any:
-        def same(value: int) -> np.ndarray:
-            return np.full(SEQUENCES, value, np.int32)
+    k, v = rng.standard_normal((2, SEQUENCES, blocks, GROUP_SIZE, KV_HEADS, HEAD_DIM), dtype=np.float32)
+    # Fill the arena with every block as a sequence of its own: what is stored is the same, at no attention's cost.
+    count = SEQUENCES * blocks
+    alone = np.zeros(count, np.int32)
+    is_cold = np.tile(np.arange(blocks) < blocks - 1, SEQUENCES).astype(np.int32)
+    fill = kvattention.RaggedBatch(
+        np.arange(count + 1) * GROUP_SIZE, alone, table.reshape(-1, 1), alone, alone, is_cold
+    )
+    rows = (x.reshape(-1, KV_HEADS, HEAD_DIM) for x in (k, v))
+    attention.paged_attention(np.zeros((count * GROUP_SIZE, KV_HEADS, HEAD_DIM), np.float32), *rows, arena, fill, layer)
 
-        starts = np.arange(SEQUENCES + 1) * (end - begin)
-        cold_end = (end if end < tokens else tokens - GROUP_SIZE) // GROUP_SIZE
-        stored = min(begin // GROUP_SIZE, cold_end)
-        return kvattention.RaggedBatch(starts, same(begin), table, same(0), same(stored), same(cold_end))
+    def same(value: int) -> np.ndarray:
+        return np.full(SEQUENCES, value, np.int32)
 
-    shape = SEQUENCES, tokens, KV_HEADS, HEAD_DIM
-    k = rng.standard_normal(shape, dtype=np.float32)
-    v = rng.standard_normal(shape, dtype=np.float32)
-    chunk = 8 * GROUP_SIZE
-    for begin in range(0, tokens, chunk):
-        end = min(begin + chunk, tokens)
-        part = (np.ascontiguousarray(x[:, begin:end]).reshape(-1, KV_HEADS, HEAD_DIM) for x in (k, v))
-        skip = np.zeros((SEQUENCES * (end - begin), KV_HEADS, HEAD_DIM), np.float32)
-        attention.paged_attention(skip, *part, arena, batch(begin, end), layer)
-    last_k, last_v = (np.ascontiguousarray(x[:, -1]) for x in (k, v))
-    decode = batch(tokens - 1, tokens)
+    starts = np.arange(SEQUENCES + 1)
+    decode = kvattention.RaggedBatch(starts, same(tokens - 1), table, same(0), same(blocks - 1), same(blocks - 1))
+    last_k, last_v = (np.ascontiguousarray(x[:, -1, -1]) for x in (k, v))
     out = np.empty_like(q)
 
     def step() -> np.ndarray:
         return attention.paged_attention(q, last_k, last_v, arena, decode, layer, out)
 
-    decoded_k, decoded_v = np.empty((2, SEQUENCES, KV_HEADS, tokens, HEAD_DIM), np.float32)
-    for s in range(SEQUENCES):
-        for b in range(blocks):
-            is_cold = b < blocks - 1
-            record = layer.record(arena, table[s, b], cold=is_cold)
+    def decoded() -> tuple[np.ndarray, np.ndarray]:
+        k, v = np.empty((2, SEQUENCES, KV_HEADS, tokens, HEAD_DIM), np.float32)
+        for s, b in np.ndindex(SEQUENCES, blocks):
+            layout, in_cold = (cold, True) if b < blocks - 1 else (hot, False)
             here = slice(b * GROUP_SIZE, (b + 1) * GROUP_SIZE)
-            decoded_k[s, :, here], decoded_v[s, :, here] = (cold if is_cold else hot).decode(
-                record, layer.k_scales, layer.v_scales
-            )
-    return step, decoded_k, decoded_v
+            record = layer.record(arena, table[s, b], cold=in_cold)
+            k[s, :, here], v[s, :, here] = layout.decode(record, layer.k_scales, layer.v_scales)
+        return k, v
+
+    return step, decoded
 
 
 def main() -> int:
