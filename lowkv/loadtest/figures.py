@@ -100,7 +100,7 @@ def _headline(report: Report) -> str:
     if base is None or not base["g1_measured"] or best is base:
         return str(report["title"])
     gain = best["g1_measured"] / base["g1_measured"]
-    return f"{gain:.1f}x the users of an FP16 KV cache in the same bytes ({best['format']})"
+    return f"{gain:.1f}x the sequences of FP16 in the same bytes of KV cache ({best['format']})"
 
 
 def _drawn(draw: Any, report: Report) -> Figure:
@@ -164,7 +164,7 @@ def _concurrency_bars(axis: Axes, report: Report, entries: Sequence[Any], colour
         axis.text(index + 0.2, entry["g2"], f"{entry['g2']:g}", ha="center", va="bottom", color=_MUTED)
         axis.plot([index - 0.37, index - 0.03], [entry["g1_predicted"]] * 2, color=_INK, linewidth=1.6)
     axis.set_xticks(range(len(entries)), _labels(report))
-    axis.set_title("Users in the same KV bytes")
+    axis.set_title("Sequences and users in the same KV bytes")
     axis.margins(y=0.38)
     axis.grid(axis="y", color=_GRID)
     axis.tick_params(length=0)

@@ -215,7 +215,7 @@ def _binding(report: Report) -> str:
     verdict = "The KV cache binds" if bound["binds"] else "It is not shown that the KV cache binds"
     return (
         "<h2>Does the KV cache bind?</h2>"
-        f"<p>{verdict}: with FP16 at {bound['level']} users {bound['waiting']:g} requests waited (median) while up to "
+        f"<p>{verdict}: with FP16 at {bound['level']} users a median of {bound['waiting']:g} waited while up to "
         f"{bound['occupancy']:.1%} of the KV bytes were in use and {bound['committed']:.1%} were committed to the "
         "sequences admitted (prompt and max_tokens). The negative control, FP16 at half of the bytes, should lose "
         "about half of its residents; if it did not, something else would be the limit.</p>"
