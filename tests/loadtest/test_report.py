@@ -7,6 +7,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,7 @@ def test_a_campaign_keeps_what_is_finished(
             yield Endpoint("fake", server.url, f"{server.url}/metrics")
 
     subject = make_subject("fp16", budget=2**15)
+    workload = replace(workload, saturation=4, window_seconds=0.5, time_limit_seconds=0.1)  # two levels
     text = " ".join(f"w{i}" for i in range(300))
     first = run_campaign(workload, [subject], text, words, tmp_path, start=start)
     again = run_campaign(workload, [subject], text, words, tmp_path, start=start)
