@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepared import decoding, engine_of, median, prompts, serving
+from prepared import decoding, engine_of, median, profile_of, prompts, serving
 
 from lowkv.openmp import limit_spinning
 
@@ -55,7 +55,7 @@ def run(*, context: int = CONTEXT, steps: int = STEPS) -> dict[str, Any]:
         decoding(ours[name], batch[:count], room - context)
     _say(f"prefilling {SEQUENCES} x {context} tokens: transformers")
     seconds = _alternate(transformers_model(engines["kivi2"]), batch, ours, steps)
-    profile = {name: _profile(engine) for name, engine in ours.items()}
+    profile = {name: profile_of(engine) for name, engine in ours.items()}
     del ours
     _say(f"Python per step at {OVERHEAD_SEQUENCES} sequences")
     overhead = _overhead(engines["kivi2"], vocab)
@@ -137,31 +137,6 @@ def _alternate(model: Any, batch: list[list[int]], ours: dict[str, ServingEngine
         )
     # transformers' first time is its prefill; everyone's first is not warm.
     return {name: median(values[1:]) for name, values in times.items()}
-
-
-def _profile(engine: ServingEngine, steps: int = 5) -> dict[str, float]:
-    """Mean milliseconds per step: in attention, in the rest of the model, and in Python around it."""
-    attend, spent = engine.cache.attend, [0.0]
-
-    def timed(*arguments: Any) -> Any:
-        began = time.perf_counter()
-        out = attend(*arguments)
-        spent[0] += time.perf_counter() - began
-        return out
-
-    engine.cache.attend = timed  # type: ignore[method-assign]
-    before = engine.stats()
-    for _ in range(steps):
-        engine.step()
-    after = engine.stats()
-    engine.cache.attend = attend  # type: ignore[method-assign]
-    model = after.model_seconds_total - before.model_seconds_total
-    whole = after.step_seconds_total - before.step_seconds_total
-    return {
-        "attention_ms": 1e3 * spent[0] / steps,
-        "rest_of_model_ms": 1e3 * (model - spent[0]) / steps,
-        "python_ms": 1e3 * (whole - model) / steps,
-    }
 
 
 def _overhead(directory: EngineDir, vocab: int) -> dict[str, float]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,3 +58,28 @@ def decoding(engine: ServingEngine, prompts: Sequence[list[int]], max_tokens: in
 
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
+
+
+def profile_of(engine: ServingEngine, steps: int = 5) -> dict[str, float]:
+    """Mean milliseconds per step: in attention, in the rest of the model, and in Python around it."""
+    attend, spent = engine.cache.attend, [0.0]
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        out = attend(*arguments)
+        spent[0] += time.perf_counter() - began
+        return out
+
+    engine.cache.attend = timed  # type: ignore[method-assign]
+    before = engine.stats()
+    for _ in range(steps):
+        engine.step()
+    after = engine.stats()
+    engine.cache.attend = attend  # type: ignore[method-assign]
+    model = after.model_seconds_total - before.model_seconds_total
+    whole = after.step_seconds_total - before.step_seconds_total
+    return {
+        "attention_ms": 1e3 * spent[0] / steps,
+        "rest_of_model_ms": 1e3 * (model - spent[0]) / steps,
+        "python_ms": 1e3 * (whole - model) / steps,
+    }
