@@ -189,6 +189,7 @@ class _Sweep:
         """Waits for the steady state of `Warmup`; False when its limit came first."""
         rule = self._workload.warmup
         full_since: float | None = None
+        joined: float | None = None
         while True:
             self._pause(f"{level} users: warming up", began)
             now = self._clock()
@@ -196,9 +197,11 @@ class _Sweep:
             full = rule.occupancy * level <= len(live.under_way) <= level
             full_since = (full_since or now) if full else None
             held = full_since is not None and now - full_since >= rule.minimum_seconds
-            # A user who has joined has a request under way; it, or an earlier one, must have had its first token.
             served = {r.user for r in live.requests if r.first is not None}
-            if held and all(r.user in served for r in live.under_way):
+            if full and joined is None and all(r.user in served for r in live.under_way):
+                joined = now
+            # What was sent while users still joined waited behind their prompts: the ramp's wait, not the level's.
+            if held and joined is not None and all(r.first or r.sent > joined for r in live.under_way):
                 return True
             if now - began > rule.maximum_seconds:
                 return False

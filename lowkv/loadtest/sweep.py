@@ -77,4 +77,7 @@ class Ladder:
             probe = self.capacity + max(1, 2 * (found.passed - self.capacity))
         else:
             probe = (found.passed + found.failed) // 2
+            if self.capacity is not None and found.failed <= self.capacity:
+                # The capacity itself misses: step down from it by 1, 2, 4 ... as long as that is above what passed.
+                probe = max(probe, self.capacity - 2 * (self.capacity - found.failed) - 1)
         return probe if found.passed < probe < ceiling and probe not in verdicts else None

@@ -52,9 +52,9 @@ class Lengths:
 class Warmup:
     """When a level counts as steady.
 
-    Both must hold: for `minimum_seconds` at least `occupancy` of the level's users had a request under way,
-    and every user has had its first token since it joined. A level that cannot reach that within
-    `maximum_seconds` is measured as it is, and says so.
+    All must hold: for `minimum_seconds` at least `occupancy` of the level's users had a request under way; every user
+    has had a first token since it joined; and so has every request that was sent before that. A level that cannot
+    reach that within `maximum_seconds` is measured as it is, and says so.
     """
 
     minimum_seconds: float = 5.0

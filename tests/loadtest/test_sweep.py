@@ -44,12 +44,12 @@ def test_the_search_starts_at_the_predicted_capacity() -> None:
 
 
 def test_a_capacity_that_misses_is_searched_below() -> None:
-    assert climb(Ladder((2,), saturation=13, capacity=10), true_knee=6) == [2, 10, 6, 8, 7, 13]
+    assert climb(Ladder((2,), saturation=13, capacity=10, probes=9), true_knee=6) == [2, 10, 9, 7, 4, 5, 6, 13]
 
 
 def test_probes_are_bounded_and_saturation_is_always_measured() -> None:
     measured = climb(Ladder((2,), saturation=64, capacity=32, probes=1), true_knee=3)
-    assert measured == [2, 32, 17, 64]
+    assert measured == [2, 32, 31, 64]
     assert climb(Ladder((2, 4), saturation=8), true_knee=0) == [2, 1, 8]
 
 
