@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lowkv.recipe import ServingConfig
 
 _UNWATCHED = Unwatched()
+_EXIT_SECONDS = 2
 _MEASUREMENT = 1
 """Part of every run's key; raise it when runs of before cannot be compared with runs of now."""
 
@@ -100,8 +101,14 @@ def serve(subject: Subject, folder: Path) -> Iterator[Endpoint]:
     """A fresh Triton server on free ports of this machine."""
     from lowkv.triton.server import TritonServer
 
+    # Requests that still wait when the clients have gone are nobody's: they need not be finished.
     with TritonServer(
-        subject.repository, http_port=0, grpc_port=0, metrics_port=0, log_file=folder / "triton.log"
+        subject.repository,
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+        log_file=folder / "triton.log",
+        exit_timeout=_EXIT_SECONDS,
     ) as server:
         yield Endpoint(server.model_name, server.http_url, server.metrics_url, server.pid)
 

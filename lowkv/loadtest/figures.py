@@ -141,7 +141,7 @@ def _summary(report: Report) -> Figure:
     _concurrency_bars(axes[0], report, entries, colour)
     speed = [e["output_tokens_per_s"] for e in entries]
     _bars(axes[1], _labels(report), speed, colour, "{:.0f}")
-    axes[1].set_title(f"Output tokens/s at {report['workload']['saturation']} users")
+    axes[1].set_title("Output tokens/s with the cache full")
     if with_quality:
         shown = [
             (label, e, c) for label, e, c in zip(_labels(report), entries, colour, strict=True) if not e["control"]

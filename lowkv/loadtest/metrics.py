@@ -276,6 +276,22 @@ def resident_peak(server: Sequence[ServerSample]) -> int:
     return max((max(s.running, s.running_peak) for s in server), default=0)
 
 
+def saturated_span(windows: Sequence[Window], resident: int) -> Window:
+    """The time in which more users than `resident` sequences were there without a break, up to the last window's end.
+
+    Windows follow each other without draining, so the warm-up between two of them is saturated too. Throughput is read
+    over all of it: a single window can be shorter than a request, and then sees mostly prompts or mostly answers. When
+    the last window is not saturated itself, it is that window.
+    """
+    ordered = sorted(windows, key=lambda window: window.start)
+    span = ordered[-1]
+    for window in reversed(ordered):
+        if window.level <= resident:
+            break
+        span = Window(span.level, window.start, ordered[-1].end, span.steady)
+    return span
+
+
 def _median(values: Sequence[int]) -> float:
     import statistics
 

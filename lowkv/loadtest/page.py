@@ -153,7 +153,7 @@ def _table(report: Report) -> str:
         "<th>KV format</th><th>effective<br>bits</th><th>G0<small>bytes</small></th>"
         "<th>G1<small>predicted</small></th><th>G1<small>measured</small></th>"
         "<th>G2<small>within SLO</small></th>"
-        f"<th>out tok/s<small>at {report['workload']['saturation']} users</small></th>"
+        "<th>out tok/s<small>KV full</small></th>"
         f"<th>TTFT p50<small>p95, at {common} users</small></th><th>TPOT p50<small>p95, at {common} users</small></th>"
         "<th>perplexity<small>over FP16</small></th><th>KL<small>nats</small></th>"
         "<th>top-1<small>as FP16</small></th>"

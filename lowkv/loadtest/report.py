@@ -18,7 +18,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lowkv.loadtest.campaign import Subject
-from lowkv.loadtest.metrics import BOUND_OCCUPANCY, LevelResult, kv_bound, level_result, resident_peak
+from lowkv.loadtest.metrics import (
+    BOUND_OCCUPANCY,
+    LevelResult,
+    kv_bound,
+    level_result,
+    output_throughput,
+    resident_peak,
+    saturated_span,
+)
 from lowkv.loadtest.run import Run
 from lowkv.loadtest.sweep import knee
 from lowkv.loadtest.workload import Workload
@@ -91,8 +99,9 @@ def _format(
     capacity = subject.capacity(workload)
     results = [_levels(run) for run in runs]
     knees = [knee({r.level: r.verdict.passed for r in levels}) for levels in results]
-    saturated = [next(r for r in levels if r.level == workload.saturation) for levels in results]
     peaks = [resident_peak(run.server) for run in runs]
+    spans = [saturated_span(run.windows, peak) for run, peak in zip(runs, peaks, strict=True)]
+    speeds = [output_throughput(run.requests, span) for run, span in zip(runs, spans, strict=True)]
     misses = [k.failed for k in knees if k.failed is not None]
     entry: dict[str, Any] = {
         "format": subject.plan.default,
@@ -107,7 +116,8 @@ def _format(
         "g1_measured": _median(peaks),
         "g2": _median([k.passed for k in knees]),
         "g2_missed_at": _median(misses) if misses else None,
-        "output_tokens_per_s": _median([r.output_tokens_per_s for r in saturated]),
+        "output_tokens_per_s": _median(speeds),
+        "saturated_seconds": sum(span.seconds for span in spans),
         "goodput_per_s": _median([max((r.goodput_per_s for r in levels), default=0.0) for levels in results]),
         "kv_bound": _largest([kv_bound(run.server, window) for run in runs for window in run.windows]),
         "memory_bytes": _largest([s.memory for run in runs for s in run.server]),
@@ -120,10 +130,7 @@ def _format(
         "ranges": {
             "g1_measured": [min(peaks), max(peaks)],
             "g2": [min(k.passed for k in knees), max(k.passed for k in knees)],
-            "output_tokens_per_s": [
-                min(r.output_tokens_per_s for r in saturated),
-                max(r.output_tokens_per_s for r in saturated),
-            ],
+            "output_tokens_per_s": [min(speeds), max(speeds)],
         },
         "levels": _merged(results),
         "runs": len(runs),

@@ -156,7 +156,7 @@ class _Sweep:
         cut_short = False
         while (level := ladder.next_level(verdicts)) is not None:
             # The last level is owed to every server; what it takes is set aside.
-            reserve = 0.0 if ladder.saturation in verdicts else 2 * self._workload.window_seconds
+            reserve = 0.0 if ladder.saturation in verdicts else 2 * self._workload.window_at(ladder.saturation)
             if self._clock() > deadline - reserve and level != ladder.saturation:
                 cut_short = True
                 if ladder.saturation in verdicts:
@@ -175,7 +175,8 @@ class _Sweep:
         self._locust.users(level)
         steady = self._warm_up(level, began)
         start = self._clock()
-        shortest, longest = self._workload.window_seconds, 2 * self._workload.window_seconds
+        shortest = self._workload.window_at(level)
+        longest = 2 * shortest
         while True:
             self._pause(f"{level} users: measuring", start)
             window = Window(level, start, self._clock(), steady)

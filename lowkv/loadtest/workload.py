@@ -109,6 +109,8 @@ class Workload:
     """Most seconds of load on one server; when they run out, the search for the knee is cut short and says
     so.
     """
+    saturation_window_seconds: float | None = None
+    """Length of the last level's window, better no shorter than a request; None is `window_seconds`."""
     kv_budget: int | None = None
     """Bytes of every server's KV cache (the negative control gets half); None leaves each engine its own."""
     knee_probes: int = 4
@@ -135,6 +137,8 @@ class Workload:
         integer("seed", self.seed, minimum=0)
         _positive("window_seconds", self.window_seconds)
         _positive("time_limit_seconds", self.time_limit_seconds)
+        if self.saturation_window_seconds is not None:
+            _positive("saturation_window_seconds", self.saturation_window_seconds)
         if self.kv_budget is not None:
             integer("kv_budget", self.kv_budget, minimum=2**16)
         if not self.levels:
@@ -157,6 +161,12 @@ class Workload:
             raise ConfigError(
                 ("processes",), "exceeds the number of users", got=self.processes, expected=f"at most {self.saturation}"
             )
+
+    def window_at(self, level: int) -> float:
+        """Seconds of the window at a level; it may be prolonged to twice that."""
+        if level == self.saturation and self.saturation_window_seconds is not None:
+            return self.saturation_window_seconds
+        return self.window_seconds
 
     @property
     def tokens(self) -> int:

@@ -126,3 +126,10 @@ def test_tpot_of_a_request_under_way_is_judged_from_sixteen_tokens() -> None:
     old = replace(young, output_tokens=16, last=11.5 + 0.6 * 15)
     assert metrics.slo_verdict([young], 0, WINDOW, SLO).passed
     assert not metrics.slo_verdict([old], 0, WINDOW, SLO).passed
+
+
+def test_the_saturated_span_reaches_back_over_warm_ups_but_not_over_a_level_that_fits() -> None:
+    windows = [Window(2, 0, 10), Window(4, 20, 30), Window(5, 40, 50), Window(12, 60, 70)]
+    assert metrics.saturated_span(windows, resident=4) == Window(12, 40, 70)
+    assert metrics.saturated_span([*windows[:3], Window(3, 52, 55), Window(12, 60, 70)], 4) == Window(12, 60, 70)
+    assert metrics.saturated_span(windows, resident=12) == Window(12, 60, 70)

@@ -53,7 +53,7 @@ def canned_run(workload: Workload, places: int) -> Run:
     """A server with `places`: everybody who finds one waits 0.1 s for the first token, everybody else 1 s."""
     requests, windows, server = [], [], []
     for number, level in enumerate((1, places, places + 1, workload.saturation)):
-        start = 100.0 * number
+        start = 10.0 * number
         windows.append(Window(level, start, start + 10))
         wait = 0.1 if level <= places else 1.0
         for i in range(8):
