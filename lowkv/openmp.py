@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-SPINCOUNT = 1000  # rounds of libgomp's waiting loop, some tens of microseconds
+SPINCOUNT = 3000  # rounds of libgomp's waiting loop, about a tenth of a millisecond
 
 
 def limit_spinning(environment: MutableMapping[str, str]) -> None:
