@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
+
+    from lowkv.models.decoder import Decoder
 
 _COMMON = {
     "vocab_size": 131,
@@ -59,6 +63,50 @@ class TinyModel:
 
     reference: PreTrainedModel
     folder: Path
+
+
+class Served:
+    """One sequence fed through the serving executor: FP16 KV cache, CPU kernels."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        from kvattention import select
+        from lowkv.kvcache import CachePlan, KVCache
+        from lowkv.recipe import KVCacheConfig
+        from lowkv.serving.executor import TorchExecutor
+
+        plan = CachePlan.from_config(decoder.config, KVCacheConfig(format="fp16"))
+        self.cache = KVCache(plan, 2**25, select("cpu"))
+        self.executor = TorchExecutor(decoder, self.cache)
+        self.sequence = self.cache.add()
+
+    def feed(self, tokens: list[int]) -> Tensor:
+        """Logits after each of the tokens, [n, vocab]."""
+        step = self.cache.prepare([(self.sequence, len(tokens))])
+        logits = self.executor.logits(np.array(tokens), step, np.arange(len(tokens)))
+        self.cache.commit(step)
+        return logits
+
+
+@pytest.fixture(scope="session")
+def rounded_cache() -> Callable[[], Any]:
+    """Makes a transformers cache that rounds keys and values to FP16, as an FP16 KV cache does.
+
+    Against plain transformers, that rounding alone moves SmolLM2's logits by up to 0.04; against this, what is left
+    is the order of additions.
+    """
+    from transformers import DynamicCache
+
+    class RoundedCache(DynamicCache):
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().update(key_states.half().float(), value_states.half().float(), *args, **kwargs)
+
+    return RoundedCache
+
+
+@pytest.fixture
+def serve() -> Callable[[Decoder], Served]:
+    """serve(decoder).feed(tokens) gives logits as the serving engine computes them."""
+    return Served
 
 
 @pytest.fixture(scope="session")

@@ -65,6 +65,26 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(tiny_model: TinyMo
     assert tokens == answer
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_with_fp16_kv_greedy_tokens_equal_those_of_transformers(
+    tiny_model: TinyModels, serve: Callable[[Decoder], Any], rounded_cache: Callable[[], Any], name: str
+) -> None:
+    """The serving executor's path: keys and values are rounded to 16 bit, everything else is float32."""
+    tiny = tiny_model(name)
+    with torch.inference_mode():
+        answer = tiny.reference.generate(
+            torch.tensor([PROMPT]), max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None
+        )[0]
+        expected = tiny.reference(answer[None], cache=rounded_cache()).logits[0]
+    served = serve(load(tiny))
+    logits = [served.feed(PROMPT)]
+    for _ in range(64):
+        logits.append(served.feed([int(logits[-1][-1].argmax())]))
+    got = torch.cat(logits)
+    assert got[len(PROMPT) - 1 : -1].argmax(-1).tolist() == answer[len(PROMPT) :].tolist()
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_ragged_step_gives_each_sequence_what_it_gets_alone(tiny_model: TinyModels, name: str) -> None:
     decoder = load(tiny_model(name))
