@@ -15,7 +15,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -194,6 +194,8 @@ def _measure(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     watch.note(f"{subject.name}: starting a fresh server")
+    if subject.control:  # what is asked of it is how many stay resident, not where its knee is
+        workload = replace(workload, knee_probes=0)
     with start(subject, folder) as endpoint:
         capacity = subject.capacity(workload).sequences
         return run_sweep(workload, endpoint, prompts, folder, capacity=capacity, key=key, watch=watch)

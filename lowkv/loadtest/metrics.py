@@ -134,10 +134,13 @@ def slo_verdict(requests: Iterable[Request], errors: int, window: Window, slo: S
     an error.
 
     Kept = TTFT and TPOT (of what has come so far) within the SLO. Requests that wait, but not yet too long,
-    are undecided and left out. A window that decided nothing has not passed.
+    are undecided and left out. A window that decided nothing has not passed. In a window that is not steady only
+    requests sent inside it count: the others waited behind the prompts of users who were still joining.
     """
     attempted, kept = errors, 0
     for request in requests:
+        if not window.steady and request.sent < window.start:
+            continue
         if window.holds(request.first):
             attempted += 1
             kept += _kept(request, slo)

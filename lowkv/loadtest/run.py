@@ -176,13 +176,13 @@ class _Sweep:
         steady = self._warm_up(level, began)
         start = self._clock()
         shortest = self._workload.window_at(level)
-        longest = 2 * shortest
         while True:
             self._pause(f"{level} users: measuring", start)
             window = Window(level, start, self._clock(), steady)
             if window.seconds < shortest:
                 continue
             verdict = self._judge(window)
+            longest = (2 if verdict.attempted else 4) * shortest  # nothing decided is no verdict
             if verdict.attempted >= self._workload.minimum_requests or window.seconds >= longest:
                 return window, verdict
 
