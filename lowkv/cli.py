@@ -211,6 +211,7 @@ def repo(
     ] = None,
     budget: Annotated[str | None, typer.Option(help="Bytes for KV, 64MiB.", show_default="the recipe's")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="the recipe's")] = None,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may queue; further ones are refused.")] = 512,
     force: Annotated[bool, typer.Option("--force", help="Replace a repository that is there.")] = False,
 ) -> None:
     """Writes a Triton model repository for an engine.
@@ -230,6 +231,7 @@ def repo(
         model_name=model_name,
         budget=None if budget is None else parse_bytes(budget),
         threads=threads,
+        max_waiting=max_waiting,
     )
     print(f"{path}: a Triton model repository")
     print(f"next: lowkv serve {path}")

@@ -84,6 +84,14 @@ def test_verdict_of_a_request_whose_first_token_came_after_the_window() -> None:
     assert metrics.slo_verdict([late], 0, WINDOW, SLO).attempted == 1
 
 
+def test_an_unsteady_window_judges_only_what_was_sent_inside_it() -> None:
+    window = Window(WINDOW.level, WINDOW.start, WINDOW.end, steady=False)
+    behind_the_ramp = request(WINDOW.start - 6.0, [WINDOW.start + 1.0])
+    good = request(11.0, [11.5, 12.0])
+    assert not metrics.slo_verdict([behind_the_ramp, good], 0, WINDOW, SLO).passed
+    assert metrics.slo_verdict([behind_the_ramp, good], 0, window, SLO) == metrics.slo_verdict([good], 0, WINDOW, SLO)
+
+
 def test_tpot_is_part_of_the_slo() -> None:
     slow = request(11.0, [11.5, 12.5])
     assert not metrics.slo_verdict([slow], 0, WINDOW, SLO).passed
