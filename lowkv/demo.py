@@ -26,10 +26,10 @@ from lowkv.loadtest.entry import prompt_text, tokenizer_of
 from lowkv.loadtest.figures import summary_png
 from lowkv.loadtest.machine import describe_machine
 from lowkv.loadtest.page import write_report
-from lowkv.loadtest.records import read_json, write_atomically
+from lowkv.loadtest.records import read_json, sole_writer, write_atomically
 from lowkv.loadtest.report import build_report
 from lowkv.loadtest.watch import Unwatched, Watch
-from lowkv.loadtest.workload import load_workload
+from lowkv.loadtest.workload import Workload, load_workload
 
 if TYPE_CHECKING:
     from lowkv.engine.directory import EngineDir
@@ -71,11 +71,16 @@ def run_demo(
             f"workload {terms.name} gives no kv_budget, which the demo needs: one and the same for all formats",
             fix="add a line like `kv_budget: 72MiB`",
         )
+    with sole_writer(folders.out):
+        return _run(folders, terms, terms.kv_budget, fresh, watch)
+
+
+def _run(folders: DemoFolders, terms: Workload, budget: int, fresh: bool, watch: Watch) -> Path:
     if fresh:
         for folder in (folders.engines, folders.repositories, folders.out / "runs"):
             shutil.rmtree(folder, ignore_errors=True)
     engines = _build(folders.engines, watch)
-    subjects = _repositories(engines, folders.repositories, terms.kv_budget, watch)
+    subjects = _repositories(engines, folders.repositories, budget, watch)
     identities = {subject.name: subject.identity for subject in subjects if not subject.control}
     quality = _quality(engines, identities, folders.out, fresh, watch)
     watch.note(f"load test: {len(subjects)} servers, one after another (workload {terms.name})")

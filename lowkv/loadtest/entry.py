@@ -12,6 +12,7 @@ from lowkv.errors import LowkvError
 from lowkv.loadtest.campaign import Start, Subject, run_campaign, serve, subject_from_repository
 from lowkv.loadtest.machine import describe_machine
 from lowkv.loadtest.page import write_report
+from lowkv.loadtest.records import sole_writer
 from lowkv.loadtest.report import build_report
 from lowkv.loadtest.server import Endpoint
 from lowkv.loadtest.watch import Unwatched, Watch
@@ -65,16 +66,17 @@ def load_test(
             got={subject.name: subject.budget for subject in subjects},
             fix=f"write the repositories with --budget {workload.kv_budget}",
         )
-    runs = run_campaign(
-        workload,
-        subjects,
-        prompt_text(text),
-        tokenizer_of(subjects[0]),
-        out,
-        start=serve if running is None else _already(running),
-        fresh=fresh,
-        watch=watch,
-    )
+    with sole_writer(out):
+        runs = run_campaign(
+            workload,
+            subjects,
+            prompt_text(text),
+            tokenizer_of(subjects[0]),
+            out,
+            start=serve if running is None else _already(running),
+            fresh=fresh,
+            watch=watch,
+        )
     report = build_report(f"Load test: {workload.name}", workload, subjects, runs, describe_machine(), quality)
     return write_report(report, out)
 

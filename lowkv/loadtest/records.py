@@ -10,12 +10,17 @@ Light on purpose: the Locust processes import it.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self
+
+from lowkv.errors import LowkvError
 
 Status = Literal["ok", "error", "incomplete"]
 
@@ -152,6 +157,26 @@ def write_atomically(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Holds a folder for one measurement: two at once would write over each other's records.
+
+    Raises LowkvError when another process holds it. The lock goes with the process, however that ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LowkvError(
+                f"another measurement is writing to {folder}", fix="wait for it, or give another folder with --out"
+            ) from None
+        yield
+    finally:
+        os.close(lock)
 
 
 def read_requests(folder: Path) -> list[RequestRecord]:

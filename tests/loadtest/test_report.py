@@ -18,7 +18,7 @@ from lowkv.loadtest.fake_server import FakeServer
 from lowkv.loadtest.figures import summary_png
 from lowkv.loadtest.page import render, write_report
 from lowkv.loadtest.prompts import Encoder
-from lowkv.loadtest.records import ClientSample, RequestRecord, ServerSample, Window
+from lowkv.loadtest.records import ClientSample, RequestRecord, ServerSample, Window, sole_writer
 from lowkv.loadtest.report import build_report
 from lowkv.loadtest.run import Run
 from lowkv.loadtest.server import Endpoint
@@ -199,3 +199,14 @@ def test_a_campaign_keeps_what_is_finished(
     assert again["fp16"][0].windows == first["fp16"][0].windows
     report = build_report("A title", workload, [subject], again, MACHINE)
     assert report["formats"]["fp16"]["g1_measured"] == 3
+
+
+def test_two_measurements_never_share_a_folder(tmp_path: Path) -> None:
+    with (
+        sole_writer(tmp_path),
+        pytest.raises(LowkvError, match="another measurement is writing"),
+        sole_writer(tmp_path),
+    ):
+        pass
+    with sole_writer(tmp_path):
+        pass
