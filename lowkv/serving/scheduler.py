@@ -75,9 +75,8 @@ class Scheduler:
 
         Empty only when nothing is waiting or running.
         """
-        work = self._decodes()
+        work, hot, cold = self._decodes()
         budget = self.config.max_tokens_per_step - len(work)
-        hot, cold = self._needs(work)
         for sequence in self.running:
             if sequence.pending > 1 and budget > 0:
                 count = self._count(sequence, budget)
@@ -106,12 +105,17 @@ class Scheduler:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _decodes(self) -> list[tuple[Sequence, int]]:
-        """Every decoding sequence with its one token, preempting the youngest while that does not fit."""
+    def _decodes(self) -> tuple[list[tuple[Sequence, int]], int, int]:
+        """Every decoding sequence with its one token, preempting the youngest while that does not fit.
+
+        Returns the work and the (hot, cold) blocks it needs.
+        """
         while True:
             work = [(sequence, 1) for sequence in self.running if sequence.pending == 1]
-            if self.cache.fits(*self._needs(work)):
-                return work
+            needs = [self._need(sequence, count) for sequence, count in work]
+            hot, cold = sum(hot for hot, _ in needs), sum(cold for _, cold in needs)
+            if self.cache.fits(hot, cold):
+                return work, hot, cold
             self._preempt(self.running[-1])
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -156,7 +160,3 @@ class Scheduler:
     def _need(self, sequence: Sequence, count: int) -> tuple[int, int]:
         assert sequence.cache is not None
         return self.cache.need(sequence.cache, count)
-
-    def _needs(self, work: list[tuple[Sequence, int]]) -> tuple[int, int]:
-        needs = [self._need(sequence, count) for sequence, count in work]
-        return sum(hot for hot, _ in needs), sum(cold for _, cold in needs)
