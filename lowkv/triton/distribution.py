@@ -29,6 +29,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lowkv.errors import LowkvError
+from lowkv.models.sources import cache_folder
 
 _INSTALLED = Path("/opt/tritonserver")
 _BUNDLE = "nvidia-pytriton"
@@ -179,9 +180,7 @@ def _libpython() -> Path:
 
 def _cache_folder() -> Path:
     """The user's cache folder for lowkv; a temporary one where there is no writable home."""
-    chosen = os.environ.get("XDG_CACHE_HOME")
-    base = Path(chosen) if chosen else Path.home() / ".cache"
-    folder = base / "lowkv"
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
