@@ -21,7 +21,10 @@ from lowkv.kvcache.formats import FORMATS
 GROUP_SIZES = (32, 64, 128)
 _DTYPES = ("float32", "float16", "bfloat16")
 _MODEL_DTYPES = ("float16", "bfloat16")
-_TARGETS = ("cpu",)
+_TARGETS = ("cpu", "cuda", "tensorrt")
+_QUANTIZATIONS = ("none", "int4", "fp8")
+SMS = (80, 86, 89, 90, 120)
+"""Compute capabilities, times ten, that the GPU kernels are compiled for."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RANGE = re.compile(r"([0-9]+)-([0-9]+)")
 _SOURCES = {
@@ -97,12 +100,22 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """The dtype that the weights are stored and multiplied in."""
+    """The dtype that the model computes in, and what its large matrices are stored in."""
 
     dtype: str = "float32"
+    quantization: Literal["none", "int4", "fp8"] = "none"
+    """What the matrices of attention and MLP are rounded to at build; embeddings and lm_head never are.
+
+    `int4`: 4 bits, a scale for every `group_size` inputs of each output. `fp8`: E4M3, weights and activations.
+    """
+    group_size: int = 64
+    """Inputs that share a scale in `int4`; the widths of the matrices must be multiples of it."""
 
     def __post_init__(self) -> None:
         choice("dtype", self.dtype, _DTYPES)
+        choice("quantization", self.quantization, _QUANTIZATIONS)
+        if isinstance(self.group_size, bool) or self.group_size not in GROUP_SIZES:
+            raise ConfigError(("group_size",), "is not supported", got=self.group_size, expected="one of 32, 64, 128")
 
 
 @dataclass(frozen=True)
@@ -139,6 +152,8 @@ class KVCacheConfig:
     """Bytes of the arena: everything that is kept per token, scales and residual included."""
     model_dtype: Literal["float16", "bfloat16"] = "float16"
     """The model's precision: that of unquantized blocks."""
+    fp8_query: bool = False
+    """GPUs from SM89: multiply in FP8 where K and V are FP8, the query rounded too, instead of decoding to 16 bit."""
 
     def __post_init__(self) -> None:
         choice("format", self.format, FORMATS)
@@ -170,6 +185,8 @@ class KVCacheConfig:
                 raise error.below("overrides") from None
         integer("budget", self.budget, minimum=2**16)
         choice("model_dtype", self.model_dtype, _MODEL_DTYPES)
+        if not isinstance(self.fp8_query, bool):
+            raise ConfigError(("fp8_query",), "has the wrong type", got=self.fp8_query, expected="true or false")
 
     def _multiple(self, key: str, length: int) -> None:
         group = self.group_size
@@ -226,6 +243,19 @@ class ServingConfig:
 
 
 @dataclass(frozen=True)
+class TensorRTConfig:
+    """What only the `tensorrt` target reads."""
+
+    sm: int | None = None
+    """Compute capability, times ten, of the GPU that the engine is for; None is this machine's."""
+
+    def __post_init__(self) -> None:
+        if self.sm is not None and (isinstance(self.sm, bool) or self.sm not in SMS):
+            expected = "one of " + ", ".join(map(str, SMS))
+            raise ConfigError(("sm",), "is not a GPU generation that is supported", got=self.sm, expected=expected)
+
+
+@dataclass(frozen=True)
 class TritonConfig:
     """The name and the address of the model on Triton Inference Server."""
 
@@ -261,12 +291,42 @@ class Recipe:
     serving: ServingConfig = field(default_factory=ServingConfig)
     triton: TritonConfig = field(default_factory=TritonConfig)
     target: str = "cpu"
+    """What runs the engine: `cpu` and `cuda` are Torch there, `tensorrt` is a TensorRT engine."""
+    tensorrt: TensorRTConfig = field(default_factory=TensorRTConfig)
 
     def __post_init__(self) -> None:
         _name("name", self.name)
         choice("target", self.target, _TARGETS)
+        if self.target == "cpu":
+            self._check_cpu()
+        else:
+            self._check_gpu()
         if not self.triton.model_name:
             object.__setattr__(self, "triton", replace(self.triton, model_name=self.name))
+
+    def _check_cpu(self) -> None:
+        if self.kv_cache.fp8_query:
+            raise ConfigError(
+                ("kv_cache", "fp8_query"), "needs a GPU", got="target cpu", fix="use target: cuda or tensorrt"
+            )
+
+    def _check_gpu(self) -> None:
+        """The GPU kernels read q, k and v in the cache's own 16-bit dtype."""
+        if self.weights.dtype != self.kv_cache.model_dtype:
+            raise ConfigError(
+                ("weights", "dtype"),
+                f"must be kv_cache.model_dtype on target {self.target}",
+                got=self.weights.dtype,
+                expected=self.kv_cache.model_dtype,
+            )
+        sm = self.tensorrt.sm
+        if self.kv_cache.fp8_query and self.target == "tensorrt" and sm is not None and sm < 89:
+            raise ConfigError(
+                ("kv_cache", "fp8_query"),
+                "needs FP8 tensor cores",
+                got=f"tensorrt.sm {sm}",
+                expected="89 or later",
+            )
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values for YAML or JSON; `recipe_from_mapping` is the inverse."""
@@ -284,6 +344,7 @@ _SECTIONS: dict[str, Any] = {
     "kv_cache": KVCacheConfig,
     "serving": ServingConfig,
     "triton": TritonConfig,
+    "tensorrt": TensorRTConfig,
 }
 
 

@@ -17,6 +17,7 @@ from lowkv.recipe import (
     Recipe,
     ServingConfig,
     TritonConfig,
+    WeightsConfig,
     load_recipe,
     recipe_from_mapping,
 )
@@ -39,12 +40,12 @@ def refusal(folder: Path, text: str) -> str:
 def test_every_recipe_of_the_project_loads(root: Path) -> None:
     paths = sorted((root / "build" / "recipes").glob("*.yaml"))
     recipes = {path.stem: load_recipe(path) for path in paths}
-    assert set(recipes) == {f"smollm2-{name}" for name in ("fp16", "fp8", "k4v2", "kivi2", "kivi4")}
-    for stem, recipe in recipes.items():
-        assert recipe.name == recipe.triton.model_name == stem
-        assert stem == f"smollm2-{recipe.kv_cache.format}"
+    cpu = {stem: recipe for stem, recipe in recipes.items() if recipe.target == "cpu"}
+    assert set(cpu) == {f"smollm2-{name}" for name in ("fp16", "fp8", "k4v2", "kivi2", "kivi4")}
+    assert all(recipe.name == recipe.triton.model_name == stem for stem, recipe in recipes.items())
+    assert all(stem == f"smollm2-{recipe.kv_cache.format}" for stem, recipe in cpu.items())
     # The formats are compared at one and the same budget.
-    assert len({recipe.kv_cache.budget for recipe in recipes.values()}) == 1
+    assert len({recipe.kv_cache.budget for recipe in cpu.values()}) == 1
 
 
 def test_the_smallest_recipe_takes_every_default(tmp_path: Path) -> None:
@@ -61,8 +62,9 @@ def test_every_key_is_read(tmp_path: Path) -> None:
             name: everything
             model: folder:checkpoints/llama
             target: cpu
-            weights: {dtype: bfloat16}
+            weights: {dtype: bfloat16, quantization: int4, group_size: 32}
             lm_head: {dtype: float16}
+            tensorrt: {sm: 89}
             kv_cache:
               format: kivi4
               group_size: 64
@@ -82,7 +84,8 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert recipe.name == "everything"
     assert recipe.model == ModelSource("folder", "checkpoints/llama")
     assert recipe.model.path == tmp_path / "checkpoints" / "llama"
-    assert (recipe.weights.dtype, recipe.lm_head.dtype) == ("bfloat16", "float16")
+    assert recipe.weights == WeightsConfig("bfloat16", "int4", 32)
+    assert (recipe.lm_head.dtype, recipe.tensorrt.sm) == ("float16", 89)
     assert recipe.kv_cache == KVCacheConfig(
         format="kivi4",
         group_size=64,
@@ -253,7 +256,19 @@ REFUSED = {
         2,
     ),
     "model name": ("triton: {model_name: a/b}", "triton.model_name is not a name: got 'a/b'", "letters", 2),
-    "target": ("target: tpu", "target is not known: got 'tpu'", "expected cpu", 2),
+    "target": ("target: tpu", "target is not known: got 'tpu'", "one of cpu, cuda, tensorrt", 2),
+    "quantization": ("weights: {quantization: int3}", "weights.quantization is not known", "none, int4, fp8", 2),
+    "weight groups": ("weights: {group_size: 48}", "weights.group_size is not supported", "one of 32, 64, 128", 2),
+    "fp8 query on a CPU": ("kv_cache: {fp8_query: true}", "kv_cache.fp8_query needs a GPU", "target: cuda", 2),
+    "fp8 query word": ("kv_cache: {fp8_query: 1}", "kv_cache.fp8_query has the wrong type", "true or false", 2),
+    "sm": ("tensorrt: {sm: 88}", "tensorrt.sm is not a GPU generation", "one of 80, 86, 89, 90, 120", 2),
+    "gpu weights": ("target: tensorrt", "weights.dtype must be kv_cache.model_dtype", "expected float16", None),
+    "fp8 query on Ampere": (
+        "target: tensorrt\nweights: {dtype: float16}\nkv_cache: {fp8_query: true}\ntensorrt: {sm: 80}",
+        "kv_cache.fp8_query needs FP8 tensor cores: got 'tensorrt.sm 80'",
+        "89 or later",
+        4,
+    ),
     "name": ("name: ../x", "name is not a name: got '../x'", "letters", 2),
 }
 

@@ -52,7 +52,7 @@ class Target(Protocol):
         ...
 
 
-TARGETS: Mapping[str, Target] = {"cpu": CpuTarget()}
+TARGETS: Mapping[str, Target] = {"cpu": CpuTarget(), "cuda": CpuTarget()}
 
 
 def find_target(name: object) -> Target:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvattention import UNIT_WORDS, RaggedBatch, arena_words
+from kvattention import UNIT_WORDS, RaggedBatch
 from lowkv.kvcache.arena import Arena, SlabGeometry
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvattention import Attention
+    from kvattention import Array, Attention
     from lowkv.kvcache.arena import Kind
     from lowkv.kvcache.plan import CachePlan
 
@@ -59,7 +59,7 @@ class KVCache:
         self.plan = plan
         self.attention = attention
         self.arena: Arena[tuple[SequenceCache, int]] = Arena(SlabGeometry.for_plan(plan), budget)
-        self.words = arena_words(self.arena.bytes_total // 4)
+        self.words = attention.allocate(self.arena.bytes_total // 4)
         self.specs = plan.layer_specs()
         self.sequences: set[SequenceCache] = set()
         self.moved_blocks = 0
@@ -119,12 +119,12 @@ class KVCache:
     def attend(
         self,
         layer: int,
-        q: NDArray[np.float32],
-        k: NDArray[np.float32],
-        v: NDArray[np.float32],
+        q: Array,
+        k: Array,
+        v: Array,
         step: Step,
-        out: NDArray[np.float32] | None = None,
-    ) -> NDArray[np.float32]:
+        out: Array | None = None,
+    ) -> Array:
         """Appends k, v [T, Hkv, D] to a layer's cache and attends with q [T, Hq, D]; returns [T, Hq, D]."""
         return self.attention.paged_attention(q, k, v, self.words, step.batch, self.specs[layer], out)
 

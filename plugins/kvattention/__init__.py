@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ __all__ = [
     "GROUP_SIZES",
     "IMPLEMENTATIONS",
     "UNIT_WORDS",
+    "Array",
     "Attention",
     "Codec",
     "LayerSpec",
@@ -36,7 +37,8 @@ __all__ = [
 
 IMPLEMENTATIONS = ("cpu", "reference")
 
-Float32 = NDArray[np.float32]
+Array = Any
+"""An array of the implementation's own kind: NumPy for "cpu" and "reference" (q, k, v float32)."""
 
 
 class Attention(Protocol):
@@ -44,26 +46,29 @@ class Attention(Protocol):
 
     name: str
 
+    def allocate(self, words: int) -> Array:
+        """A zeroed int32 arena of ``words`` words, 64-byte aligned, in the implementation's memory."""
+
     def paged_attention(
         self,
-        q: Float32,
-        k: Float32,
-        v: Float32,
-        arena: NDArray[np.int32],
+        q: Array,
+        k: Array,
+        v: Array,
+        arena: Array,
         batch: RaggedBatch,
         layer: LayerSpec,
-        out: Float32 | None = None,
-    ) -> Float32:
+        out: Array | None = None,
+    ) -> Array:
         """Append k, v ``[T, Hkv, D]`` to the arena and attend with q ``[T, Hq, D]``; returns ``[T, Hq, D]``.
 
         k and v are first rounded to the hot dtype. Queries see the stored history as stored, and their own step's
         tokens at hot precision, even those written straight to cold blocks. Causal, with the layer's window.
         """
 
-    def seal(self, arena: NDArray[np.int32], pairs: NDArray[np.int32], layers: Sequence[LayerSpec]) -> None:
+    def seal(self, arena: Array, pairs: NDArray[np.int32], layers: Sequence[LayerSpec]) -> None:
         """Encode all layers of whole hot blocks into cold blocks; pairs ``[P, 2]`` of (hot, cold) offsets."""
 
-    def move(self, arena: NDArray[np.int32], moves: NDArray[np.int32], words: int) -> None:
+    def move(self, arena: Array, moves: NDArray[np.int32], words: int) -> None:
         """Copy blocks of ``words`` words; moves ``[P, 2]`` of (from, to) offsets, none overlapping another."""
 
 

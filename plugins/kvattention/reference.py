@@ -26,7 +26,7 @@ from kvattention.codec import (
     encode_plain,
     round_to,
 )
-from kvattention.layout import UNIT_WORDS, LayerSpec
+from kvattention.layout import UNIT_WORDS, LayerSpec, arena_words
 
 
 def attention(
@@ -96,6 +96,9 @@ class ReferenceAttention:
 
     def __init__(self, dtype: Any = np.float64) -> None:
         self.dtype = dtype
+
+    def allocate(self, words: int) -> Words:
+        return arena_words(words)
 
     def paged_attention(
         self,

@@ -299,7 +299,8 @@ def test_weights_are_mapped_and_not_copied(recipe: Recipe, tmp_path: Path) -> No
 
 def test_every_target_is_one_that_recipes_accept() -> None:
     for name in TARGETS:
-        assert Recipe("r", ModelSource.parse("gguf:m.gguf"), target=name).target == name
+        recipe = Recipe("r", ModelSource.parse("gguf:m.gguf"), WeightsConfig("float16"), target=name)
+        assert recipe.target == name
 
 
 def test_a_manifest_survives_json(engine: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvattention.batch import RaggedBatch
-from kvattention.layout import UNIT_WORDS, LayerSpec
+from kvattention.layout import UNIT_WORDS, LayerSpec, arena_words
 
 if TYPE_CHECKING:
     from kvattention.cpu.threads import Run
@@ -52,6 +52,9 @@ class CpuAttention:
         self._lock = threading.Lock()
         scratch = np.zeros(self.threads * work.SCRATCH_FLOATS + 16, np.float32)
         self._scratch = scratch[(-scratch.ctypes.data % 64) // 4 :]
+
+    def allocate(self, words: int) -> NDArray[np.int32]:
+        return arena_words(words)
 
     def paged_attention(
         self,
