@@ -18,7 +18,7 @@ BIN  := $(VENV)/bin
 READY := $(VENV)/.lowkv-ready
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup test check format demo bench build-engine model-repo deploy load-test clean
+.PHONY: help setup test check format demo bench kernel-check engine-check gpu-check build-engine model-repo deploy load-test clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -31,7 +31,7 @@ $(READY): pyproject.toml build/constraints.txt
 	  test -n "$(PYTHON)" || { echo "no Python of 3.11 or newer found; set PYTHON=/path/to/python3.11" >&2; exit 2; }; \
 	  echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing lowkv and what it needs into $(VENV) (some minutes the first time)"
-	@$(BIN)/python -m pip install $(PIP_FLAGS) -c build/constraints.txt -e '.[cpu,triton,loadtest,dev]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c build/constraints.txt -e '.[cpu,tensorrt,triton,loadtest,dev]'
 	@touch $@
 
 test: $(READY) ## Run the tests
@@ -52,6 +52,16 @@ demo: $(READY) ## Model to report, on a machine without a GPU (reports/demo/repo
 
 bench: $(READY) ## Side-by-side measurements (reports/bench.json)
 	@$(BIN)/python benchmarks/run_all.py
+
+kernel-check: $(READY) ## Every GPU kernel for every GPU generation: shared memory, registers, spills (reports/kernels.json)
+	@$(BIN)/python -m kvattention.gpu.check --out reports/kernels.json
+
+engine-check: $(READY) ## TensorRT engines of a real model, built and inspected without a GPU (reports/engines.json)
+	@$(BIN)/python benchmarks/engine_check.py --out reports/engines.json
+
+# On a machine with a GPU, with its own Python: PyTorch for CUDA, triton and numpy are enough.
+gpu-check: ## Kernels, attention and serving on an NVIDIA GPU (reports/gpu)
+	@PYTHONPATH=.:plugins python3 benchmarks/gpu_check.py --out reports/gpu
 
 # `lowkv build` itself sees whether the engine is the recipe's, and leaves it alone then.
 build-engine: $(READY) ## Recipe to engine directory
