@@ -206,6 +206,19 @@ def test_a_mixed_recipe_stands_beside_the_formats() -> None:
     )
 
 
+def test_quantized_weights_are_counted_as_they_are_stored() -> None:
+    model = ModelConfig.from_hf_config(LLAMA_3_8B)
+
+    def weights(quantization: Any) -> int:
+        recipe = Recipe(name="r", model=ModelSource("gguf", "m.gguf"), weights=WeightsConfig("float16", quantization))
+        return report_from_recipe(recipe, model, PlanOptions(prompt_tokens=512, output_tokens=64)).memory.weights
+
+    # Embeddings stay in 16 bit and the recipe's lm_head is float32; the layers are a half and about a quarter.
+    layers = 2 * (model.weight_count() - 2 * model.head_count())
+    assert weights("none") - weights("fp8") == pytest.approx(layers / 2, rel=1e-3)
+    assert weights("none") - weights("int4") == pytest.approx(layers * (16 - 4.2) / 16, rel=0.01)
+
+
 def test_a_recipe_is_read_and_printed(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole way from YAML; the checkpoint is a folder, of which planning reads config.json alone."""
     (tmp_path / "checkpoint").mkdir()
