@@ -12,6 +12,7 @@ cubin into a GPU is `driver`.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import importlib
 import json
@@ -23,8 +24,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -79,11 +80,15 @@ class Cubin:
     spilled: int
     """Bytes of each thread's registers that live in local memory."""
     triton: str
-    image: bytes
+    image: bytes = field(repr=False)
 
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.image).hexdigest()
+
+
+_Waiting = queue.SimpleQueue[tuple[int, Source] | None]
+_Done = queue.SimpleQueue[tuple[int, Cubin | BaseException]]
 
 
 def source(variant: Variant, sm: int) -> Source:
@@ -122,8 +127,8 @@ def compile_all(
     this thread as each finishes.
     """
     count = max(1, min(workers or len(os.sched_getaffinity(0)), len(sources)))
-    waiting: queue.SimpleQueue[tuple[int, Source] | None] = queue.SimpleQueue()
-    done: queue.SimpleQueue[tuple[int, Cubin | CompileError | BaseException]] = queue.SimpleQueue()
+    waiting: _Waiting = queue.SimpleQueue()
+    done: _Done = queue.SimpleQueue()
     for item in enumerate(sources):
         waiting.put(item)
     for _ in range(count):
@@ -132,15 +137,20 @@ def compile_all(
     for thread in threads:
         thread.start()
     results: dict[int, Cubin | CompileError] = {}
-    while len(results) < len(sources):
-        index, result = done.get()
-        if isinstance(result, BaseException) and not isinstance(result, CompileError):
-            raise result
-        results[index] = result
-        if progress is not None:
-            progress(len(results), len(sources), sources[index].name)
-    for thread in threads:
-        thread.join()
+    try:
+        while len(results) < len(sources):
+            index, result = done.get()
+            if not isinstance(result, Cubin | CompileError):
+                raise result
+            results[index] = result
+            if progress is not None:
+                progress(len(results), len(sources), sources[index].name)
+    finally:
+        _empty(waiting)
+        for _ in range(count):
+            waiting.put(None)
+        for thread in threads:
+            thread.join()
     return [results[index] for index in range(len(sources))]
 
 
@@ -247,59 +257,75 @@ def _pairs(items: Iterable[Sequence[str]]) -> Arguments:
 # The compiling processes. One thread here feeds one process there, a line of JSON each way.
 
 
-def _feed(waiting: Any, done: Any) -> None:
+def _empty(waiting: _Waiting) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            waiting.get_nowait()
+
+
+def _feed(waiting: _Waiting, done: _Done) -> None:
     """Send sources to one process of our own until None comes; every outcome goes to ``done``."""
-    index = -1
     try:
         with _Worker() as worker:
             while (item := waiting.get()) is not None:
                 index, wanted = item
                 done.put((index, worker.compile(wanted)))
     except BaseException as error:
-        done.put((index, error))
+        done.put((-1, error))
 
 
 class _Worker:
-    """A process that compiles: ``python -m kvattention.gpu.compile``."""
+    """A process that compiles, ``python -m kvattention.gpu.compile``; started again when a compilation ends it."""
 
     def __enter__(self) -> _Worker:
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def compile(self, wanted: Source) -> Cubin | CompileError:
+        place = f"{wanted.name} for compute capability {wanted.sm}"
+        line = self._ask(json.dumps(asdict(wanted)).encode() + b"\n")
+        if not line:
+            words = self._stop()
+            self._start()
+            return CompileError(f"{place}: the compiling process ended\n{words}")
+        reply = json.loads(line)
+        if "error" in reply:
+            return CompileError(f"{place}: {reply['error']}")
+        reply |= {"arguments": _pairs(reply["arguments"]), "hidden": tuple(reply["hidden"])}
+        return Cubin(**reply | {"image": base64.b64decode(reply["image"])})
+
+    def _start(self) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvattention.gpu.compile"],
+            [sys.executable, "-P", "-m", "kvattention.gpu.compile"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env=_environment(),
         )
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+    def _ask(self, line: bytes) -> bytes:
+        """The process's answer; empty when it has ended."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(line)
+            stdin.flush()
+        except BrokenPipeError:
+            return b""
+        return stdout.readline()
+
+    def _stop(self) -> str:
+        """End the process; the last of what it wrote to standard error."""
+        self._process.communicate()
+        self._errors.seek(0)
+        words = self._errors.read().decode(errors="replace")[-2000:]
         self._errors.close()
-
-    def compile(self, wanted: Source) -> Cubin | CompileError:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(wanted)).encode() + b"\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._errors.seek(0)
-            words = self._errors.read().decode(errors="replace")[-2000:]
-            raise CompileError(
-                f"{wanted.name} for compute capability {wanted.sm}: the compiling process ended with "
-                f"{self._process.returncode}\n{words}"
-            )
-        reply = json.loads(line)
-        if "error" in reply:
-            return CompileError(f"{wanted.name} for compute capability {wanted.sm}: {reply['error']}")
-        reply |= {"arguments": _pairs(reply["arguments"]), "hidden": tuple(reply["hidden"])}
-        return Cubin(**reply | {"image": base64.b64decode(reply["image"])})
+        return f"exit status {self._process.returncode}\n{words}".strip()
 
 
 def _environment() -> dict[str, str]:
