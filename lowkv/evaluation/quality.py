@@ -306,7 +306,7 @@ class _Run:
 
     def __init__(self, subject: Subject, kernels: Attention, windows: int, length: int, step: int) -> None:
         from lowkv.kvcache import KVCache, SlabGeometry, reservation
-        from lowkv.serving.executor import TorchExecutor
+        from lowkv.serving.torch_executor import TorchExecutor
 
         plan = subject.plan
         hot, cold = reservation(plan, length, step)

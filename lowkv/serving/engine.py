@@ -119,36 +119,29 @@ class ServingEngine:
         self._model_seconds_total = 0.0
 
     @classmethod
-    def load(cls, path: Path | str, *, budget: int | None = None, threads: int | None = None) -> ServingEngine:
+    def load(
+        cls, path: Path | str, *, budget: int | None = None, threads: int | None = None, device_id: int = 0
+    ) -> ServingEngine:
         """Opens and verifies an engine directory and makes it ready to serve.
 
-        `budget` (bytes) and `threads` override the recipe's. Raises `LowkvError` as `EngineDir.open` does.
+        `budget` (bytes) and `threads` override the recipe's; `device_id` is the GPU of an engine that needs one.
+        Raises `LowkvError` as `EngineDir.open` and `open_executor` do.
         """
         from lowkv.engine.directory import EngineDir
 
-        return cls.from_directory(EngineDir.open(Path(path)), budget=budget, threads=threads)
+        return cls.from_directory(EngineDir.open(Path(path)), budget=budget, threads=threads, device_id=device_id)
 
     @classmethod
     def from_directory(
-        cls, engine: EngineDir, *, budget: int | None = None, threads: int | None = None
+        cls, engine: EngineDir, *, budget: int | None = None, threads: int | None = None, device_id: int = 0
     ) -> ServingEngine:
         """As `load`, for an engine directory that is open already."""
-        import torch
+        from lowkv.serving.executor import open_executor
 
-        # Before kvattention's CPU kernels: their thread pool then shares the OpenMP runtime that Torch brings.
-        from kvattention import select
-        from lowkv.kvcache import KVCache
-        from lowkv.serving.executor import TorchExecutor
-
-        recipe = engine.recipe
-        threads = threads or recipe.serving.threads
-        if threads is not None:
-            torch.set_num_threads(threads)
-        cache = KVCache(engine.cache_plan, budget or recipe.kv_cache.budget, select("cpu", threads=threads))
         return cls(
-            TorchExecutor(engine.load_decoder(), cache),
+            open_executor(engine, budget=budget, threads=threads, device_id=device_id),
             engine.tokenizer(),
-            recipe.serving,
+            engine.recipe.serving,
             vocab=engine.model_config.vocab,
             max_model_len=engine.model_config.max_positions,
         )

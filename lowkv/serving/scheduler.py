@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Owns the queue (`waiting`) and the running sequences, oldest admission first."""
+    """Owns the queue (`waiting`) and the running sequences, oldest admission first.
+
+    Raises `LowkvError` for a cache that could not hold a single sequence with anything in it that is sealed.
+    """
 
     def __init__(self, cache: KVCache, config: ServingConfig) -> None:
         self.cache = cache
@@ -37,6 +40,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self._check_arena()
 
     @property
     def has_work(self) -> bool:
@@ -104,6 +108,20 @@ class Scheduler:
         return work
 
     # -- inside ------------------------------------------------------------------------------------------
+
+    def _check_arena(self) -> None:
+        """Sink, residual, one block beyond them and one to decode into: less is no cache of this format."""
+        plan, arena = self.cache.plan, self.cache.arena
+        tokens = plan.sink_tokens + plan.residual_length + 2 * plan.group_size
+        hot, cold = reservation(plan, tokens, self._chunk(tokens, 0))
+        needed = arena.geometry.slabs_for(hot, cold)
+        if needed > arena.slabs:
+            raise LowkvError(
+                "kv_cache.budget holds not even one short sequence",
+                got=f"{arena.budget} bytes",
+                expected=f"at least {needed * arena.geometry.bytes} bytes, for {tokens} tokens in {plan.summary()}",
+                fix="raise kv_cache.budget",
+            )
 
     def _decodes(self) -> tuple[list[tuple[Sequence, int]], int, int]:
         """Every decoding sequence with its one token, preempting the youngest while that does not fit.

@@ -72,7 +72,7 @@ class Served:
         from kvattention import select
         from lowkv.kvcache import CachePlan, KVCache
         from lowkv.recipe import KVCacheConfig
-        from lowkv.serving.executor import TorchExecutor
+        from lowkv.serving.torch_executor import TorchExecutor
 
         plan = CachePlan.from_config(decoder.config, KVCacheConfig(format="fp16"))
         self.cache = KVCache(plan, 2**25, select("cpu"))
