@@ -212,6 +212,10 @@ def repo(
     budget: Annotated[str | None, typer.Option(help="Bytes for KV, 64MiB.", show_default="the recipe's")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="the recipe's")] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may queue; further ones are refused.")] = 512,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Ids of the GPUs that get an instance each, 0 or 0,1.", show_default="0, if it needs one"),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a repository that is there.")] = False,
 ) -> None:
     """Writes a Triton model repository for an engine.
@@ -219,6 +223,7 @@ def repo(
     \b
     lowkv repo engines/smollm2-kivi2
     lowkv repo engines/smollm2-kivi2 --out /models --copy
+    lowkv repo engines/llama-3-8b-kivi2 --gpus 1
     """
     from lowkv.triton.repository import write_repository
 
@@ -232,6 +237,7 @@ def repo(
         budget=None if budget is None else parse_bytes(budget),
         threads=threads,
         max_waiting=max_waiting,
+        gpus=None if gpus is None else _ids(gpus),
     )
     print(f"{path}: a Triton model repository")
     print(f"next: lowkv serve {path}")
@@ -438,6 +444,13 @@ def doctor(
         console = _console()
         for part in render(findings):
             console.print(part)
+
+
+def _ids(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise LowkvError("--gpus is not a list of GPU ids", got=text, expected="numbers from 0 on, as in 0,1")
+    return [int(part) for part in parts]
 
 
 def _stop_in_order() -> None:

@@ -69,18 +69,19 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def build_tiny(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """build_tiny(kv_cache={...}, serving={...}) builds an engine of the tiny model; returns its directory."""
+    """build_tiny(kv_cache={...}, serving={...}, target=...) builds an engine of the tiny model; returns its directory."""
     from lowkv.engine.build import build_engine
     from lowkv.recipe import KVCacheConfig, ModelSource, Recipe, ServingConfig
 
     folder = tmp_path_factory.mktemp("engines")
 
-    def build(kv_cache: dict[str, Any] | None = None, serving: dict[str, Any] | None = None) -> Path:
+    def build(kv_cache: dict[str, Any] | None = None, serving: dict[str, Any] | None = None, **settings: Any) -> Path:
         recipe = Recipe(
             name="tiny",
             model=ModelSource("folder", str(tiny_checkpoint)),
             kv_cache=KVCacheConfig(**({"format": "kivi2", "budget": 8 * 2**20} | (kv_cache or {}))),
             serving=ServingConfig(**({"max_sequences": 16, "max_tokens_per_step": 128} | (serving or {}))),
+            **settings,
         )
         return build_engine(recipe, folder / str(len(list(folder.iterdir())))).path
 

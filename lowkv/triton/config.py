@@ -17,7 +17,7 @@ from lowkv.triton.fields import INPUTS, OUTPUTS, Field
 
 @dataclass(frozen=True)
 class TritonModelConfig:
-    """A decoupled Python-backend model with one instance.
+    """A decoupled Python-backend model with one instance, or one on each of some GPUs.
 
     `max_batch_size` is 1: TensorRT-LLM's clients send shapes with a batch dimension, and the engine does its own
     batching, so that Triton must hand over each request as it comes. `parameters` can be read by anybody at
@@ -31,7 +31,12 @@ class TritonModelConfig:
     backend: str = "python"
     max_batch_size: int = 1
     decoupled: bool = True
-    instance_kind: str = "KIND_CPU"
+    gpus: tuple[int, ...] = ()
+    """Ids of the GPUs that get an instance each; empty: one instance on the CPU."""
+
+    @property
+    def instance_kind(self) -> str:
+        return "KIND_GPU" if self.gpus else "KIND_CPU"
 
     def to_pbtxt(self) -> str:
         """The text of config.pbtxt."""
@@ -43,7 +48,8 @@ class TritonModelConfig:
         ]
         lines += [_tensor("input", tensor) for tensor in self.inputs]
         lines += [_tensor("output", tensor) for tensor in self.outputs]
-        lines.append(f"instance_group [ {{ count: 1 kind: {self.instance_kind} }} ]")
+        gpus = f" gpus: [ {', '.join(map(str, self.gpus))} ]" if self.gpus else ""
+        lines.append(f"instance_group [ {{ count: 1 kind: {self.instance_kind}{gpus} }} ]")
         lines += [
             f"parameters {{ key: {_quoted(key)} value: {{ string_value: {_quoted(value)} }} }}"
             for key, value in self.parameters.items()
@@ -87,6 +93,14 @@ def config_from_pbtxt(text: str) -> TritonModelConfig:
         raise LowkvError(f"config.pbtxt does not parse: {error}") from error
     if len(message.instance_group) != 1 or message.instance_group[0].count != 1:
         raise LowkvError("config.pbtxt must have one instance group with one instance")
+    group = message.instance_group[0]
+    kind = pb.ModelInstanceGroup.Kind.Name(group.kind)
+    if (kind == "KIND_GPU") != bool(group.gpus) or kind not in ("KIND_CPU", "KIND_GPU"):
+        raise LowkvError(
+            "config.pbtxt has an instance group that is neither on the CPU nor on named GPUs",
+            got=f"{kind}, gpus {list(group.gpus)}",
+            expected="KIND_CPU, or KIND_GPU with gpus",
+        )
     return TritonModelConfig(
         name=message.name,
         parameters={key: value.string_value for key, value in message.parameters.items()},
@@ -95,7 +109,7 @@ def config_from_pbtxt(text: str) -> TritonModelConfig:
         backend=message.backend,
         max_batch_size=message.max_batch_size,
         decoupled=message.model_transaction_policy.decoupled,
-        instance_kind=pb.ModelInstanceGroup.Kind.Name(message.instance_group[0].kind),
+        gpus=tuple(group.gpus),
     )
 
 
@@ -117,7 +131,7 @@ def _boolean(value: bool) -> str:
 
 
 def _first_difference(read: TritonModelConfig, meant: TritonModelConfig) -> str:
-    for name in ("name", "backend", "max_batch_size", "decoupled", "instance_kind", "inputs", "outputs"):
+    for name in ("name", "backend", "max_batch_size", "decoupled", "gpus", "inputs", "outputs"):
         if getattr(read, name) != getattr(meant, name):
             return f"{name} = {getattr(read, name)!r}"
     for key in {*read.parameters, *meant.parameters}:

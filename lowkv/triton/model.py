@@ -66,7 +66,10 @@ class TritonPythonModel:
         settings = ModelParameters.from_config(json.loads(args["model_config"]))
         path = settings.find_engine(Path(args["model_repository"]))
         started = time.monotonic()
-        engine = ServingEngine.load(path, budget=settings.budget, threads=settings.threads)
+        device = int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else None
+        engine = ServingEngine.load(
+            path, budget=settings.budget, threads=settings.threads, device_id=0 if device is None else device
+        )
         plan = engine.cache.plan
         self._limits = Limits(engine.max_model_len, engine.vocab, engine.tokenizer.eos_ids)
         self._max_waiting = settings.max_waiting
@@ -78,7 +81,8 @@ class TritonPythonModel:
         self._stopping = threading.Event()
         self._metrics = EngineMetrics(
             pb_utils,
-            {"model": args["model_name"], "version": args["model_version"]},
+            {"model": args["model_name"], "version": args["model_version"]}
+            | ({} if device is None else {"gpu": str(device)}),
             plan.effective_bits(engine.max_model_len),
         )
         self._stats = engine.stats()
@@ -87,6 +91,7 @@ class TritonPythonModel:
         # Started by the first request: until then Triton is spoken to by its own thread alone.
         self._threads: list[threading.Thread] = []
         self._log.log_info(f"lowkv: {path.name} loaded in {time.monotonic() - started:.1f} s: {plan.summary()}")
+        self._log.log_info(f"lowkv: {engine.executor.description}, attention {engine.cache.attention.name}")
 
     def execute(self, requests: list[Any]) -> None:
         if not self._threads:

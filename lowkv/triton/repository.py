@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,14 +85,16 @@ def write_repository(
     budget: int | None = None,
     threads: int | None = None,
     max_waiting: int = DEFAULT_MAX_WAITING,
+    gpus: Sequence[int] | None = None,
 ) -> Path:
     """Writes the Triton model repository of `engine` at `out` and returns `out`.
 
     It appears whole or not at all. `copy` puts the engine inside. `budget` (bytes of KV cache) and `threads` differ
-    from the recipe's where given; `max_waiting` bounds the requests that wait for a place in the engine.
+    from the recipe's where given; `max_waiting` bounds the requests that wait for a place in the engine. `gpus` are the
+    ids of the GPUs that get an instance of a GPU's engine each, with a cache of `budget` bytes each; None is the first.
 
     Raises:
-        LowkvError: the engine is damaged, the budget impossible, or `out` exists (without `force`, or when it is
+        LowkvError: the engine is damaged, budget or `gpus` impossible, or `out` exists (without `force`, or when it is
             not a model repository, which is never removed).
     """
     from lowkv.engine.directory import EngineDir
@@ -124,6 +127,7 @@ def write_repository(
                 threads=recipe.serving.threads if threads is None else threads,
                 max_waiting=max_waiting,
             ),
+            gpus=_gpus(recipe.target, gpus),
         )
         text = config.to_pbtxt()
         config.check(text)
@@ -132,6 +136,23 @@ def write_repository(
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return out
+
+
+def _gpus(target: str, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    """The instance group's GPUs: none for an engine that runs on the CPU."""
+    if target == "cpu":
+        if wanted:
+            raise LowkvError(
+                "this engine runs on the CPU",
+                got=f"GPUs {', '.join(map(str, wanted))}",
+                expected="no GPU ids",
+                fix="leave --gpus out, or build the recipe with target: cuda or tensorrt",
+            )
+        return ()
+    gpus = (0,) if wanted is None else tuple(wanted)
+    if not gpus or len(set(gpus)) < len(gpus) or min(gpus) < 0:
+        raise LowkvError("GPU ids are out of range", got=gpus, expected="different ids from 0 on, at least one")
+    return gpus
 
 
 def _check_replaceable(out: Path, force: bool) -> None:

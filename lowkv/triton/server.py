@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import IO
 
 from lowkv.errors import LowkvError
+from lowkv.gpus import visible_gpus
 from lowkv.openmp import limit_spinning
 from lowkv.triton import supervisor
 from lowkv.triton.distribution import TritonDistribution, find_tritonserver
@@ -144,10 +145,12 @@ class TritonServer:
         """Starts the server and waits until its model is ready.
 
         Raises:
-            LowkvError: a port is taken, no server was found, or it ended or took too long (with its own words).
+            LowkvError: a port is taken, no server was found, the engine's GPU is not here, or the server ended or took
+                too long (with its own words).
         """
         if self._supervisor is not None:
             raise RuntimeError("this server was started before; make a new TritonServer")
+        check_gpus(self.repository)
         remove_dead_regions()
         distribution = find_tritonserver(self._tritonserver)
         flags = distribution.flags  # asked before the ports are chosen: it takes a moment
@@ -258,7 +261,7 @@ class TritonServer:
             "--exit-timeout-secs": str(self._exit_timeout),
             "--allow-sagemaker": "false",
             "--allow-vertex-ai": "false",
-            "--allow-gpu-metrics": "false",
+            "--allow-gpu-metrics": "true" if self.repository.config.gpus else "false",
             "--http-restricted-api": closed,
             "--grpc-restricted-protocol": closed,
             "--grpc-infer-allocation-pool-size": "64",
@@ -322,7 +325,7 @@ class TritonServer:
             connection.close()
 
     def _failure(self, what: str) -> LowkvError:
-        said = error_lines(self.log_text())
+        said = error_lines(self.log_text(), on_gpu=bool(self.repository.config.gpus))
         return LowkvError(
             what + (":\n" + "\n".join(f"  {line}" for line in said) if said else ""),
             fix=f"its whole log is {self.log_path}",
@@ -345,10 +348,25 @@ class TritonServer:
                     self._stopped.wait(0.2)
 
 
-def error_lines(log: str, limit: int = 12) -> list[str]:
+def check_gpus(repository: Repository) -> None:
+    """Raises `LowkvError` when this machine lacks a GPU that the repository's instances are to run on."""
+    found = visible_gpus()
+    missing = [gpu for gpu in repository.config.gpus if gpu >= len(found)]
+    if missing:
+        raise LowkvError(
+            f"{repository.path} needs GPU {', '.join(map(str, missing))}, which this machine does not have",
+            got="; ".join(map(str, found)) or "no NVIDIA GPU, or no driver for it",
+            expected=f"an NVIDIA GPU for an engine of target {repository.config.parameters['compute']}",
+            fix="choose other ids with `lowkv repo --gpus`"
+            if found
+            else "serve it where there is one, or build the recipe with target: cpu",
+        )
+
+
+def error_lines(log: str, limit: int = 12, *, on_gpu: bool = False) -> list[str]:
     """What a Triton log says went wrong: its error lines and the status of models that did not load.
 
-    Without any of these, its last lines.
+    Without any of these, its last lines. Unless `on_gpu`, that the server finds no GPU is left out.
     """
     found: list[str] = []
     for line in log.splitlines():
@@ -360,7 +378,8 @@ def error_lines(log: str, limit: int = 12) -> list[str]:
             text = re.sub(r"\s+", " ", text.strip("| "))
         elif not re.match(r"(lowkv\.)?\w*(Error|Exception)\b.*:", text):
             continue
-        if "CudaDriverHelper" not in text and "NVML" not in text and text not in found:
+        noise = not on_gpu and ("CudaDriverHelper" in text or "NVML" in text)
+        if not noise and text not in found:
             found.append(text[:600])
     if not found:
         found = [line.strip() for line in log.splitlines() if line.strip()][-limit:]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lowkv.recipe import WeightsConfig
 from lowkv.triton.client import GenerateClient
 from lowkv.triton.repository import write_repository
 from lowkv.triton.server import TritonServer
@@ -18,6 +19,12 @@ MAX_WAITING = 40
 def engine(build_tiny: Callable[..., Path]) -> Path:
     """A context of 2048 tokens, 16 sequences, 8 MiB of KV cache in two formats."""
     return build_tiny(kv_cache={"overrides": {0: "k4v2"}})
+
+
+@pytest.fixture(scope="session")
+def gpu_engine(build_tiny: Callable[..., Path]) -> Path:
+    """An engine of target cuda: it can be built and packed here, and served where there is a GPU."""
+    return build_tiny(target="cuda", weights=WeightsConfig(dtype="float16"))
 
 
 @pytest.fixture(scope="session")

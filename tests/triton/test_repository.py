@@ -28,12 +28,35 @@ def test_written_repository_opens(engine: Path, tmp_path: Path) -> None:
     assert float(said["kv_cache.effective_bits"]) < 8
     assert said["serving.max_waiting"] == "9"
     assert said["compute"] == "cpu"
+    assert said["executor"] == "torch"
+    assert opened.config.gpus == ()
     assert said["lowkv_version"] == lowkv.__version__
     assert [path.name for path in tmp_path.iterdir()] == ["repo"]
     assert sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()) == [
         "tiny/1/model.py",
         "tiny/config.pbtxt",
     ]
+
+
+@pytest.mark.parametrize(("wanted", "written"), [(None, (0,)), ([1, 3], (1, 3))])
+def test_an_engine_for_gpus_gets_its_instances_there(
+    gpu_engine: Path, tmp_path: Path, wanted: list[int] | None, written: tuple[int, ...]
+) -> None:
+    opened = Repository.open(write_repository(gpu_engine, tmp_path / "repo", gpus=wanted))
+    assert opened.config.gpus == written
+    assert opened.config.parameters["compute"] == "cuda"
+
+
+@pytest.mark.parametrize("wanted", [[], [0, 0], [-1]])
+def test_impossible_gpus_are_refused(gpu_engine: Path, tmp_path: Path, wanted: list[int]) -> None:
+    with pytest.raises(LowkvError, match="GPU ids are out of range"):
+        write_repository(gpu_engine, tmp_path / "repo", gpus=wanted)
+    assert not list(tmp_path.iterdir())
+
+
+def test_gpus_for_an_engine_of_the_cpu_are_refused(engine: Path, tmp_path: Path) -> None:
+    with pytest.raises(LowkvError, match=r"runs on the CPU: got 'GPUs 0', .*leave --gpus out"):
+        write_repository(engine, tmp_path / "repo", gpus=[0])
 
 
 def test_tree_can_be_moved_as_a_whole(engine: Path, tmp_path: Path) -> None:

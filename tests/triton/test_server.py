@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lowkv.errors import LowkvError
+from lowkv.gpus import Gpu
 from lowkv.triton.client import GenerateClient
 from lowkv.triton.repository import write_repository
 from lowkv.triton.server import TritonServer
@@ -51,6 +52,20 @@ def test_taken_port_is_refused_before_anything_starts(repository: Path) -> None:
         with pytest.raises(LowkvError, match="for grpc"):
             server.start()
         assert not server.running
+
+
+def test_an_engine_for_a_gpu_is_refused_before_anything_starts(
+    gpu_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = write_repository(gpu_engine, tmp_path / "repo", gpus=[0, 1])
+    server = TritonServer(repository, http_port=0, grpc_port=0, metrics_port=0)
+    monkeypatch.setattr("lowkv.triton.server.visible_gpus", tuple)
+    with pytest.raises(LowkvError, match=r"needs GPU 0, 1, .*got 'no NVIDIA GPU.*engine of target cuda.*target: cpu"):
+        server.start()
+    monkeypatch.setattr("lowkv.triton.server.visible_gpus", lambda: (Gpu(0, "NVIDIA L4", 89, 24 * 10**9),))
+    with pytest.raises(LowkvError, match=r"needs GPU 1, .*got 'GPU 0: NVIDIA L4 \(SM89\)'.*lowkv repo --gpus"):
+        server.start()
+    assert not server.running
 
 
 def test_damaged_engine_is_reported_in_its_own_words(engine: Path, tmp_path: Path) -> None:
