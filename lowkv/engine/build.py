@@ -20,9 +20,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import lowkv
-from lowkv.engine.directory import MANIFEST, EngineDir, FileRecord, Manifest, check_file, read_manifest, sha256
+from lowkv.engine.directory import (
+    MANIFEST,
+    VARYING,
+    EngineDir,
+    FileRecord,
+    Manifest,
+    check_file,
+    read_manifest,
+    read_records,
+    sha256,
+    varying_json,
+)
 from lowkv.engine.progress import NoProgress, Progress
-from lowkv.engine.targets import find_target
+from lowkv.engine.targets import Target, find_target
+from lowkv.engine.tensorrt.target import ONNX, TensorRTTarget
 from lowkv.errors import LowkvError
 from lowkv.kvcache.plan import CachePlan
 from lowkv.models.checkpoint import Checkpoint
@@ -30,44 +42,63 @@ from lowkv.models.sources import open_source
 from lowkv.recipe import Recipe
 
 
-def build_engine(recipe: Recipe, out: str | Path, progress: Progress | None = None, force: bool = False) -> EngineDir:
+def build_engine(
+    recipe: Recipe,
+    out: str | Path,
+    progress: Progress | None = None,
+    force: bool = False,
+    *,
+    keep_onnx: bool = False,
+) -> EngineDir:
     """Builds the recipe's engine at `out`.
 
     An engine that is there already and is what the recipe would give is verified and returned as it is. Any
-    other is replaced only if `force`; a folder that is not an engine never is.
+    other is replaced only if `force`; a folder that is not an engine never is. `keep_onnx` keeps the exported model
+    in it (target tensorrt).
 
     Raises:
-        LowkvError: the model cannot be had or is not supported, the recipe does not fit it, the disk is full, or
-            `out` is taken.
+        LowkvError: the model cannot be had or is not supported, the recipe does not fit it or cannot be built here,
+            the disk is full, or `out` is taken.
     """
     out, progress = Path(out).absolute(), progress or NoProgress()
+    target = _target(recipe, keep_onnx)
     progress.begin("opening the model")
     checkpoint = open_source(recipe.model, progress.begin)
-    wanted = _manifest_without_files(recipe, checkpoint, progress)
+    wanted = _manifest_without_files(target, recipe, checkpoint, progress)
     if out.exists():
-        existing = _existing(out, wanted, progress, force)
+        existing = _existing(out, wanted, progress, force, keep_onnx)
         if existing is not None:
             return existing
     out.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_folder(out) as folder:
-        files = _link_payload(out.parent, folder, wanted, progress)
+        files = _link_payload(out.parent, folder, wanted, progress, keep_onnx)
         if files is None:
-            files = _write_payload(checkpoint, recipe, folder, progress)
-        (folder / MANIFEST).write_text(replace(wanted, files=files).to_json(), encoding="utf-8")
+            files = _write_payload(target, checkpoint, recipe, folder, progress)
+        _write_manifest(folder, wanted, files)
         _to_disk(folder)
         _rename(folder, out)
     return EngineDir.open(out, verify=False)
 
 
-def _manifest_without_files(recipe: Recipe, checkpoint: Checkpoint, progress: Progress) -> Manifest:
+def _target(recipe: Recipe, keep_onnx: bool) -> Target:
     target = find_target(recipe.target)
+    if not keep_onnx:
+        return target
+    if not isinstance(target, TensorRTTarget):
+        raise LowkvError(
+            "there is no ONNX file to keep", got=f"target {recipe.target}", expected="a recipe with target: tensorrt"
+        )
+    return replace(target, keep_onnx=True)
+
+
+def _manifest_without_files(target: Target, recipe: Recipe, checkpoint: Checkpoint, progress: Progress) -> Manifest:
     config = checkpoint.config
     plan = CachePlan.from_config(config, recipe.kv_cache)
     progress.begin("hashing the model", sum(path.stat().st_size for path in checkpoint.files))
     return Manifest(
         created_by=f"lowkv {lowkv.__version__}",
         target=recipe.target,
-        requires=dict(target.requires),
+        requires=dict(target.requires) | dict(target.built_with(recipe)),
         recipe=recipe.to_mapping(),
         model=config.to_mapping(),
         cache_plan=plan.to_mapping(),
@@ -75,10 +106,11 @@ def _manifest_without_files(recipe: Recipe, checkpoint: Checkpoint, progress: Pr
         source={path.name: sha256(path, progress) for path in checkpoint.files},
         payload_inputs=dict(target.payload_inputs(recipe, plan)),
         files={},
+        varying=target.varying,
     )
 
 
-def _existing(out: Path, wanted: Manifest, progress: Progress, force: bool) -> EngineDir | None:
+def _existing(out: Path, wanted: Manifest, progress: Progress, force: bool, keep_onnx: bool) -> EngineDir | None:
     """The engine at `out` if it is the wanted one; None if it may be replaced; else an error."""
     if not (out / MANIFEST).is_file():
         if out.is_dir() and not any(out.iterdir()):
@@ -88,7 +120,7 @@ def _existing(out: Path, wanted: Manifest, progress: Progress, force: bool) -> E
         )
     try:
         manifest = read_manifest(out)
-        if replace(manifest, files={}) == wanted:
+        if replace(manifest, files={}) == wanted and (ONNX in manifest.files or not keep_onnx):
             return EngineDir.open(out, progress=progress)
     except LowkvError:
         if force:
@@ -98,13 +130,23 @@ def _existing(out: Path, wanted: Manifest, progress: Progress, force: bool) -> E
         return None
     raise LowkvError(
         f"{out} holds another engine",
-        got=f"{manifest.created_by}, another recipe or model",
+        got=f"{manifest.created_by}, {_difference(manifest, wanted)}",
         fix="use --force to replace it",
     )
 
 
-def _write_payload(checkpoint: Checkpoint, recipe: Recipe, folder: Path, progress: Progress) -> dict[str, FileRecord]:
-    target = find_target(recipe.target)
+def _difference(manifest: Manifest, wanted: Manifest) -> str:
+    """What an engine has that is not as wanted, in words."""
+    if manifest.requires != wanted.requires:
+        return ", ".join(f"{name} {value}" for name, value in manifest.requires.items())
+    if replace(manifest, files={}) == wanted:
+        return "without its ONNX file"
+    return "another recipe or model"
+
+
+def _write_payload(
+    target: Target, checkpoint: Checkpoint, recipe: Recipe, folder: Path, progress: Progress
+) -> dict[str, FileRecord]:
     needed, free = target.payload_bytes(checkpoint.config, recipe), shutil.disk_usage(folder).free
     if needed > free:
         raise LowkvError(
@@ -116,24 +158,45 @@ def _write_payload(checkpoint: Checkpoint, recipe: Recipe, folder: Path, progres
     return {name: FileRecord(size, sha256(folder / name, progress)) for name, size in sizes.items()}
 
 
-def _link_payload(parent: Path, folder: Path, wanted: Manifest, progress: Progress) -> dict[str, FileRecord] | None:
+def _write_manifest(folder: Path, wanted: Manifest, files: dict[str, FileRecord]) -> None:
+    manifest = replace(wanted, files={name: files[name] for name in sorted(files) if name not in wanted.varying})
+    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    if wanted.varying:
+        records = {name: files[name] for name in wanted.varying}
+        (folder / VARYING).write_text(varying_json(manifest, records), encoding="utf-8")
+
+
+def _link_payload(
+    parent: Path, folder: Path, wanted: Manifest, progress: Progress, keep_onnx: bool
+) -> dict[str, FileRecord] | None:
     """Hard-links the files of a neighbouring engine with the same payload; None if there is none."""
     for neighbour in sorted(path.parent for path in parent.glob(f"*/{MANIFEST}")):
         try:
             manifest = read_manifest(neighbour)
             if neighbour.name.startswith(".") or _payload_key(manifest) != _payload_key(wanted):
                 continue
-            progress.begin(f"sharing the weights of {neighbour.name}", sum(r.bytes for r in manifest.files.values()))
-            for name, record in manifest.files.items():
+            files = read_records(neighbour, manifest)
+            if keep_onnx and ONNX not in files:
+                continue
+            progress.begin(f"sharing the weights of {neighbour.name}", sum(record.bytes for record in files.values()))
+            for name, record in files.items():
+                (folder / name).parent.mkdir(exist_ok=True)
                 os.link(neighbour / name, folder / name)
                 check_file(folder / name, record, verify=True, progress=progress)
         except (LowkvError, OSError):
             # The neighbour is damaged or being replaced, or the file system has no links: build instead.
-            for path in folder.iterdir():
-                path.unlink()
+            _empty(folder)
             continue
-        return dict(manifest.files)
+        return files
     return None
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _payload_key(manifest: Manifest) -> tuple[object, ...]:
@@ -181,10 +244,8 @@ def _remove_if_unlocked(folder: Path) -> None:
 
 def _to_disk(folder: Path) -> None:
     """Makes the files read-only (neighbours may share them) and durable."""
-    folder.chmod(0o755)
-    for path in (*folder.iterdir(), folder):
-        if path != folder:
-            path.chmod(0o444)
+    for path in (*folder.rglob("*"), folder):
+        path.chmod(0o755 if path.is_dir() else 0o444)
         _sync(path)
 
 

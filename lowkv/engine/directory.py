@@ -4,6 +4,9 @@ Nothing of it is used before it is verified. `engine.json` lists every other fil
 and carries a digest of itself, so that an edited, cut or half-copied engine is refused with the file's name
 instead of serving something else than it says. It holds no dates and no paths of the machine that built it:
 the same input gives the same bytes.
+
+Some files cannot be made the same twice (TensorRT numbers a plan's dynamic dimensions by where they happen to lie in
+memory). Their sizes and hashes stand in `varying.json` instead, which names the `engine.json` that it belongs to.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowkv.engine.progress import NoProgress, Progress
-from lowkv.engine.targets import find_target
+from lowkv.engine.targets import find_decoder_target, find_target
 from lowkv.errors import LowkvError
 from lowkv.kvcache.plan import CachePlan
 from lowkv.models.config import ModelConfig
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 MANIFEST = "engine.json"
+VARYING = "varying.json"
+REPORT = "report.json"
 _REBUILD = "build the engine again with `lowkv build --force`"
 _CHUNK = 1 << 22
 
@@ -49,7 +55,7 @@ class Manifest:
     """`lowkv` and its version."""
     target: str
     requires: Mapping[str, str]
-    """Versions that must match when the engine is loaded."""
+    """Versions that must match: some when the engine is opened, the others when it runs (see `Target`)."""
     recipe: Mapping[str, Any]
     model: Mapping[str, Any]
     cache_plan: Mapping[str, Any]
@@ -60,20 +66,26 @@ class Manifest:
     payload_inputs: Mapping[str, Any]
     """What else the payload depends on (see `Target.payload_inputs`)."""
     files: Mapping[str, FileRecord]
+    varying: tuple[str, ...] = ()
+    """Files whose bytes differ from build to build; `varying.json` has their records."""
+
+    @property
+    def digest(self) -> str:
+        """What identifies this manifest, in hexadecimal."""
+        return _digest(self._body())
 
     def to_json(self) -> str:
         """The file's text: sorted, digest included."""
-        body = {"format_version": FORMAT_VERSION} | asdict(self)
-        return json.dumps(body | {"digest": _digest(body)}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        return _signed(self._body())
+
+    def _body(self) -> dict[str, Any]:
+        return {"format_version": FORMAT_VERSION} | asdict(self) | {"varying": list(self.varying)}
 
     @classmethod
     def from_json(cls, text: str, path: Path) -> Manifest:
         """Raises `LowkvError` for text that is not a whole, unaltered manifest of a known format version."""
-        try:
-            body = json.loads(text)
-            version = body["format_version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise LowkvError(f"{path} is cut short or not an engine's manifest", fix=_REBUILD) from error
+        body = _read_signed(text, path)
+        version = body.get("format_version")
         if version != FORMAT_VERSION:
             raise LowkvError(
                 f"{path} has another format",
@@ -81,25 +93,20 @@ class Manifest:
                 expected=str(FORMAT_VERSION),
                 fix="use the lowkv that built it, or build the engine again",
             )
-        digest = body.pop("digest", None)
-        if digest != _digest(body):
-            raise LowkvError(
-                f"{path} was altered after the build",
-                got=f"digest {digest}",
-                expected=_digest(body),
-                fix=f"change the recipe, not the engine, and {_REBUILD}",
-            )
+        _check_digest(body, path)
         del body["format_version"]
-        body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
-        return cls(**body)
+        body["files"] = _records(body["files"])
+        return cls(**body | {"varying": tuple(body.get("varying", ()))})
 
 
 class EngineDir:
     """A verified engine on disk. Use `EngineDir.open`, or `lowkv.engine.build.build_engine` to make one."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, files: Mapping[str, FileRecord]) -> None:
         self.path = path
         self.manifest = manifest
+        self.files = files
+        """Every file but the two that list them."""
         self.recipe: Recipe = recipe_from_mapping(manifest.recipe)
         self.model_config: ModelConfig = ModelConfig.from_mapping(manifest.model)
         self.cache_plan: CachePlan = CachePlan.from_mapping(dict(manifest.cache_plan))
@@ -114,9 +121,9 @@ class EngineDir:
             progress: watches the hashing.
 
         Raises:
-            LowkvError: the engine is missing, incomplete, altered, of a newer format, for another target, or needs
-                other versions than are here. The message names the file, what was got, what was expected, and what
-                to do.
+            LowkvError: the engine is missing, incomplete, altered, of a newer format, for another target, or of
+                another form than this lowkv reads. The message names the file, what was got, what was expected, and
+                what to do. Whether it can run here is not looked at.
         """
         path = Path(path)
         manifest = read_manifest(path)
@@ -130,15 +137,26 @@ class EngineDir:
                     fix=_REBUILD,
                 )
         progress = progress or NoProgress()
+        files = read_records(path, manifest)
         if verify:
-            progress.begin("verifying the engine", sum(record.bytes for record in manifest.files.values()))
-        for name, record in manifest.files.items():
+            progress.begin("verifying the engine", sum(record.bytes for record in files.values()))
+        for name, record in files.items():
             check_file(path / name, record, verify, progress)
-        return cls(path, manifest)
+        return cls(path, manifest, files)
 
-    def load_decoder(self) -> Decoder:
-        """The model; its weights are mapped from the engine's files, so do not change those while it runs."""
-        return find_target(self.manifest.target).load_decoder(self.path, self.model_config)
+    def load_decoder(self, device: str = "cpu") -> Decoder:
+        """The model on a Torch device; on the CPU its weights are mapped from the engine's files, so do not change
+        those while it runs. Raises `LowkvError` for a target that Torch does not run.
+        """
+        return find_decoder_target(self.manifest.target).load_decoder(self.path, self.model_config, device)
+
+    @cached_property
+    def report(self) -> Mapping[str, Any] | None:
+        """What the target's builder reported of the payload; None where there is nothing to report."""
+        if REPORT not in self.files:
+            return None
+        report: Mapping[str, Any] = json.loads((self.path / REPORT).read_text(encoding="utf-8"))
+        return report
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; its `eos_ids` include the model config's."""
@@ -149,7 +167,7 @@ class EngineDir:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the payload: what the weights take in memory once all of them have been used."""
-        return sum(record.bytes for name, record in self.manifest.files.items() if name not in TOKENIZER_FILES)
+        return sum(record.bytes for name, record in self.files.items() if name not in TOKENIZER_FILES)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -167,6 +185,32 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, UnicodeDecodeError) as error:
         raise LowkvError(f"cannot read {file}", got=str(error), fix=_REBUILD) from error
     return Manifest.from_json(text, file)
+
+
+def read_records(path: Path, manifest: Manifest) -> dict[str, FileRecord]:
+    """Every file's record: the manifest's and those of `varying.json`. Raises `LowkvError`."""
+    if not manifest.varying:
+        return dict(manifest.files)
+    file = path / VARYING
+    try:
+        body = _read_signed(file.read_text(encoding="utf-8"), file)
+    except OSError as error:
+        raise LowkvError(f"{file} is missing from the engine", fix=_REBUILD) from error
+    _check_digest(body, file)
+    records = _records(body["files"])
+    if body["engine"] != manifest.digest or set(records) != set(manifest.varying):
+        raise LowkvError(
+            f"{file} belongs to another engine",
+            got=f"{', '.join(records)} of engine {body['engine']}",
+            expected=f"{', '.join(manifest.varying)} of engine {manifest.digest}",
+            fix=_REBUILD,
+        )
+    return dict(manifest.files) | records
+
+
+def varying_json(manifest: Manifest, records: Mapping[str, FileRecord]) -> str:
+    """The text of `varying.json` beside that manifest."""
+    return _signed({"engine": manifest.digest, "files": {name: asdict(record) for name, record in records.items()}})
 
 
 def check_file(path: Path, record: FileRecord, verify: bool, progress: Progress) -> None:
@@ -197,6 +241,35 @@ def sha256(path: Path, progress: Progress) -> str:
             digest.update(chunk)
             progress.advance(len(chunk))
     return digest.hexdigest()
+
+
+def _records(plain: Mapping[str, Mapping[str, Any]]) -> dict[str, FileRecord]:
+    return {name: FileRecord(**record) for name, record in plain.items()}
+
+
+def _signed(body: Mapping[str, Any]) -> str:
+    return json.dumps({**body, "digest": _digest(body)}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _read_signed(text: str, path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+        _ = body["files"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LowkvError(f"{path} is cut short or not an engine's manifest", fix=_REBUILD) from error
+    return dict(body)
+
+
+def _check_digest(body: dict[str, Any], path: Path) -> None:
+    """Takes the digest out of the body, and raises `LowkvError` where it is not the body's."""
+    digest = body.pop("digest", None)
+    if digest != _digest(body):
+        raise LowkvError(
+            f"{path} was altered after the build",
+            got=f"digest {digest}",
+            expected=_digest(body),
+            fix=f"change the recipe, not the engine, and {_REBUILD}",
+        )
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -221,7 +221,7 @@ def test_a_newer_format_another_target_and_other_versions_are_refused(engine: Pa
     good = (engine / MANIFEST).read_text()
     for change, message in (
         (lambda body: body.update(format_version=2), "has another format: got 'format_version 2', expected 1"),
-        (lambda body: body.update(target="tensorrt"), "engine target is not known: got 'tensorrt', expected cpu"),
+        (lambda body: body.update(target="tpu"), "engine target is not known: got 'tpu', expected cpu"),
         (lambda body: body.update(requires={"weights_layout": "0"}), "weights_layout differs: got 'weights_layout 0"),
     ):
         edit_manifest(engine, change)

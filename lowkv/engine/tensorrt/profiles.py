@@ -1,0 +1,112 @@
+"""How long the inputs of a step can get: the two optimization profiles of an engine, from its recipe and its model.
+
+    prefill   any step: prompt chunks, decoded tokens, or both, up to max_tokens_per_step
+    decode    one token of each sequence, up to max_sequences
+
+The lists are `kvattention.gpu.schedule`'s; the bounds hold for every step within those limits, whatever is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from kvattention.gpu.schedule import MAX_PARTS, PART_TOKENS, group_heads, narrow_rows, wide_rows
+
+if TYPE_CHECKING:
+    from lowkv.kvcache.plan import CachePlan
+    from lowkv.models.config import ModelConfig
+    from lowkv.recipe import Recipe
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Most of everything in one step, by the letters of the inputs' dimensions. The least is 1 of each."""
+
+    T: int  # tokens
+    R: int  # rows of logits
+    S: int  # sequences
+    B: int  # columns of the block table
+    A: int  # appends
+    W: int  # narrow tiles
+    P: int  # wide tiles
+    C: int  # merges
+
+    def shapes(self) -> dict[str, Shape]:
+        """Input name -> its largest shape."""
+        return {name: self._sized(dims) for name, dims in INPUTS.items()}
+
+    def _sized(self, dims: tuple[str | int, ...]) -> Shape:
+        sizes = asdict(self)
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims)
+
+
+INPUTS: Mapping[str, tuple[str | int, ...]] = {
+    "tokens": ("T",),
+    "positions": ("T",),
+    "rows": ("R",),
+    "arena": (1,),
+    "sequences": ("S", 4),
+    "table": ("S", "B"),
+    "appends": ("A", 4),
+    "narrow": ("W", 8),
+    "wide": ("P", 8),
+    "merges": ("C", 4),
+}
+"""An engine's inputs and their dimensions, in binding order."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One optimization profile; its smallest shapes are 1 in every dynamic dimension."""
+
+    name: str
+    limits: StepLimits
+
+    def ranges(self) -> Iterator[tuple[str, Shape, Shape]]:
+        """(input, smallest shape, largest shape)."""
+        for name, largest in self.limits.shapes().items():
+            smallest = tuple(1 if isinstance(dim, str) else dim for dim in INPUTS[name])
+            yield name, smallest, largest
+
+
+def engine_profiles(recipe: Recipe, config: ModelConfig, plan: CachePlan) -> tuple[Profile, Profile]:
+    """(prefill, decode)."""
+    serving = recipe.serving
+    length = min(serving.max_model_len or config.max_positions, config.max_positions)
+    shared = {"length": length, "gqa": group_heads(config.heads, config.kv_heads), "group_size": plan.group_size}
+    return (
+        Profile("prefill", step_limits(serving.max_sequences, serving.max_tokens_per_step, **shared)),
+        Profile("decode", step_limits(serving.max_sequences, serving.max_sequences, **shared)),
+    )
+
+
+def step_limits(sequences: int, tokens: int, *, length: int, gqa: int, group_size: int) -> StepLimits:
+    """Bounds of `make_schedule`'s lists for steps of so many sequences and new tokens.
+
+    Args:
+        sequences: most sequences of a step.
+        tokens: most new tokens of a step, at least `sequences`.
+        length: longest sequence, prompt and answer.
+        gqa: query heads to a KV head.
+        group_size: tokens of a block.
+    """
+    few = narrow_rows(gqa) // gqa  # tokens of a narrow tile; a sequence with more new ones gets wide tiles
+    parts = max(1, min(MAX_PARTS, length // PART_TOKENS))
+    long = min(sequences, tokens // (few + 1))  # sequences with wide tiles
+    tiles = tokens // (wide_rows(gqa) // gqa) + long
+    # A sequence's tiles times its parts is at most MAX_PARTS, unless it has more tiles than that and no parts.
+    split_tiles = long * MAX_PARTS if parts > 1 else 0
+    return StepLimits(
+        T=tokens,
+        R=sequences,
+        S=sequences,
+        B=-(-length // group_size),
+        A=min(tokens, 2 * sequences + tokens // group_size),
+        W=sequences * parts,
+        P=max(1, tiles + split_tiles),
+        C=tokens,
+    )
