@@ -171,6 +171,11 @@ def write_cubins(
         if isinstance(result, CompileError):
             raise result
         cubins.append(result)
+    return write_index(folder, cubins, sm)
+
+
+def write_index(folder: Path, cubins: Sequence[Cubin], sm: int) -> tuple[str, ...]:
+    """Write compiled kernels into ``folder``; returns the names of the files written there, INDEX last."""
     folder.mkdir(parents=True, exist_ok=True)
     for cubin in cubins:
         (folder / _file(cubin.name)).write_bytes(cubin.image)
