@@ -107,7 +107,7 @@ def _on_cuda(engine: EngineDir, budget: int, threads: int | None, device_id: int
 
 
 def _by_tensorrt(engine: EngineDir, budget: int, threads: int | None, device_id: int) -> Executor:
-    from lowkv.serving.tensorrt import open_by_tensorrt
+    from lowkv.serving.tensorrt.opening import open_by_tensorrt
 
     return open_by_tensorrt(engine, budget, device_id)
 

@@ -7,7 +7,7 @@ and one out per step).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -60,7 +60,8 @@ class TorchExecutor:
 
     def hidden(self, tokens: NDArray[np.int64], step: Step) -> Tensor:
         """The residual stream of all T tokens after the last layer, [T, hidden]; the KV cache is written."""
-        return self._hidden(*self._link.upload(tokens, step_positions(step)), step)
+        ids, positions = self._link.upload(tokens, step_positions(step))
+        return self._hidden(ids, positions, step)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ class CopiedMemory:
         self._locked = device.type == "cuda"
         self._in = self._buffer(1024, torch.int64)
         self._out = self._buffer(1024, torch.int32)
-        self._copied = torch.cuda.Event() if self._locked else None
+        self._copied = torch.cuda.Event() if self._locked else None  # type: ignore[no-untyped-call]
 
     def upload(self, *arrays: NDArray[np.int64]) -> tuple[Tensor, ...]:
         sizes = [len(array) for array in arrays]
@@ -121,7 +122,7 @@ class CopiedMemory:
         self.copies += 1
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.device))
-        return there.split(sizes)
+        return torch.split(there, sizes)
 
     def download(self, values: Tensor, ids: Tensor, lse: Tensor) -> Candidates:
         count, width = values.shape
@@ -169,8 +170,15 @@ def open_on_cuda(engine: EngineDir, budget: int, device_id: int) -> TorchExecuto
     workspace = torch_workspace(engine.model_config, engine.recipe.serving)
     where = f"GPU {device_id} ({torch.cuda.get_device_name(device)})"
     check_fits(Footprint(budget, engine.weight_bytes, workspace), free, where)
-    attention: Any = GpuAttention(TorchDevice(str(device)))
-    cache = KVCache(engine.cache_plan, budget, attention)
+    fp8_query = engine.recipe.kv_cache.fp8_query
+    if fp8_query and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise LowkvError(
+            "kv_cache.fp8_query needs FP8 tensor cores",
+            got=f"{where}, compute capability {capability[0]}.{capability[1]}",
+            expected="8.9 or later",
+            fix="leave kv_cache.fp8_query out of the recipe and build again",
+        )
+    cache = KVCache(engine.cache_plan, budget, GpuAttention(TorchDevice(str(device)), fp8_query=fp8_query))
     return TorchExecutor(engine.load_decoder(str(device)), cache)
 
 
