@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
@@ -157,15 +158,18 @@ def _messages(trt: Any) -> Any:
     }
 
     class Messages(trt.ILogger):  # type: ignore[misc]
-        """TensorRT's messages, in Python's log; errors are also kept."""
+        """TensorRT's messages, in Python's log; errors are also kept, and `watch` sees the finest ones."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
+            self.watch: Callable[[str], None] | None = None
 
         def log(self, kind: Any, message: str) -> None:
             if kind in levels:
                 _log.log(levels[kind], message)
+            elif self.watch is not None:
+                self.watch(message)
             if kind in (severity.INTERNAL_ERROR, severity.ERROR):
                 self.errors.append(message)
 

@@ -77,15 +77,20 @@ def engine_profiles(recipe: Recipe, config: ModelConfig, plan: CachePlan) -> tup
     """(prefill, decode)."""
     serving = recipe.serving
     length = min(serving.max_model_len or config.max_positions, config.max_positions)
-    shared = {"length": length, "gqa": group_heads(config.heads, config.kv_heads), "group_size": plan.group_size}
+    gqa = group_heads(config.heads, config.kv_heads)
     return (
-        Profile("prefill", step_limits(serving.max_sequences, serving.max_tokens_per_step, **shared)),
-        Profile("decode", step_limits(serving.max_sequences, serving.max_sequences, **shared)),
+        Profile(
+            "prefill",
+            prefill_limits(
+                serving.max_sequences, serving.max_tokens_per_step, length=length, gqa=gqa, group_size=plan.group_size
+            ),
+        ),
+        Profile("decode", decode_limits(serving.max_sequences, length=length, group_size=plan.group_size)),
     )
 
 
-def step_limits(sequences: int, tokens: int, *, length: int, gqa: int, group_size: int) -> StepLimits:
-    """Bounds of `make_schedule`'s lists for steps of so many sequences and new tokens.
+def prefill_limits(sequences: int, tokens: int, *, length: int, gqa: int, group_size: int) -> StepLimits:
+    """Bounds of `make_schedule`'s lists for any step.
 
     Args:
         sequences: most sequences of a step.
@@ -95,11 +100,11 @@ def step_limits(sequences: int, tokens: int, *, length: int, gqa: int, group_siz
         group_size: tokens of a block.
     """
     few = narrow_rows(gqa) // gqa  # tokens of a narrow tile; a sequence with more new ones gets wide tiles
-    parts = max(1, min(MAX_PARTS, length // PART_TOKENS))
+    parts = _parts(length)
     long = min(sequences, tokens // (few + 1))  # sequences with wide tiles
-    tiles = tokens // (wide_rows(gqa) // gqa) + long
-    # A sequence's tiles times its parts is at most MAX_PARTS, unless it has more tiles than that and no parts.
-    split_tiles = long * MAX_PARTS if parts > 1 else 0
+    tiles = long + tokens // (wide_rows(gqa) // gqa)
+    # A sequence's tiles times its parts is at most MAX_PARTS, or its tiles where those are more.
+    wide = min(tiles * parts, tiles + long * MAX_PARTS)
     return StepLimits(
         T=tokens,
         R=sequences,
@@ -107,6 +112,24 @@ def step_limits(sequences: int, tokens: int, *, length: int, gqa: int, group_siz
         B=-(-length // group_size),
         A=min(tokens, 2 * sequences + tokens // group_size),
         W=sequences * parts,
-        P=max(1, tiles + split_tiles),
+        P=max(1, wide),
         C=tokens,
     )
+
+
+def decode_limits(sequences: int, *, length: int, group_size: int) -> StepLimits:
+    """Bounds of `make_schedule`'s lists for steps of one new token a sequence."""
+    return StepLimits(
+        T=sequences,
+        R=sequences,
+        S=sequences,
+        B=-(-length // group_size),
+        A=sequences,
+        W=sequences * _parts(length),
+        P=1,
+        C=sequences,
+    )
+
+
+def _parts(length: int) -> int:
+    return max(1, min(MAX_PARTS, length // PART_TOKENS))
