@@ -34,11 +34,10 @@ NO_WINDOW = tl.constexpr(1 << 30)
 INTEGERS = tl.constexpr(8388608.0)  # 2^23: as float32, INTEGERS + n holds n in its lowest bits
 INTEGER_BITS = tl.constexpr(0x4B000000)
 
-# What the compiler must not turn into further variants by looking at values; alignment is stated in the kernels.
+# Values that Triton's launcher must not make variants of; pointers are 16-byte aligned everywhere.
 _RUN_TIME = [
-    *("q", "k", "v", "out", "arena", "scales", "sequences", "table", "items", "workspace", "pairs", "layers", "moves"),
     *("gqa", "kv_heads", "q_row", "k_row", "v_row", "table_row", "partial_rows", "window", "hot_offset", "cold_offset"),
-    *("softmax_scale", "words"),
+    "words",
 ]
 
 
@@ -53,19 +52,30 @@ def _grouped(codec):
 
 
 @triton.constexpr_function
-def _cdiv(a, b):
-    return -(-a // b)
+def _name(index):
+    return [*CODECS][index]
 
 
 @triton.constexpr_function
-def _next_power_of_2(n):
-    return schedule.next_power_of_2(n)
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@triton.constexpr_function
+def _cdiv(a, b):
+    return -(-a // b)
 
 
 @triton.jit
 def _load_arena(arena):
     """The arena's address as a pointer to its words."""
-    return tl.multiple_of(tl.load(arena), 64).to(tl.pointer_type(tl.int32))
+    return tl.multiple_of(tl.load(arena).to(tl.pointer_type(tl.int32)), 64)
+
+
+@triton.jit
+def _sixteens(n):
+    """n, a multiple of 16, so that the compiler sees that it is one."""
+    return n // 16 * 16
 
 
 @triton.jit
@@ -88,9 +98,16 @@ def _split_params(params):
 
 @triton.jit
 def _unpack(words, BITS: tl.constexpr):
-    """[NB, W] words to [NB, W, 32 / BITS] codes as float32, without the slow conversion of integers."""
-    shifts = tl.arange(0, 32 // BITS) * BITS
-    codes = (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
+    """[NB, W] words to [NB, W, 2, 2, ...] codes, the first from the lowest bits: a word's codes stay in one thread."""
+    codes = words
+    for level in tl.static_range(_log2(32 // BITS)):
+        codes = tl.join(codes, codes >> (16 >> level))
+    return codes & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _to_float(codes):
+    """Small integers as float32, without the slow conversion of integers."""
     return (codes | INTEGER_BITS).to(tl.float32, bitcast=True) - INTEGERS
 
 
@@ -119,13 +136,24 @@ def _load_part(
 
 
 @triton.jit
-def _decode_bytes(x, HOT: tl.constexpr, FP8: tl.constexpr):
-    """e4m3 codes as they are for FP8 tensor cores, else in model precision and HALF_BIAS too small (exactly)."""
+def _load_e4m3(
+    base,
+    live,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    HOT: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """`_load_part` of codes: as they are for FP8 tensor cores, else in model precision, exact but HALF_BIAS too small."""
     if FP8:
-        return x.to(tl.float8e4nv, bitcast=True)
+        codes = _load_part(base.to(tl.pointer_type(tl.uint8)), live, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS)
+        return codes.to(tl.float8e4nv, bitcast=True)
     else:
-        bits = x.to(tl.uint16)
-        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(HOT)
+        codes = _unpack(_load_part(base, live, ROWS, COLUMNS // 4, BLOCK_ROWS, BLOCK_COLUMNS // 4), 8)
+        bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(HOT)
 
 
 @triton.jit
@@ -150,11 +178,11 @@ def _load_keys(
         words = _load_part(codes, live, HEAD_DIM, W, BLOCK_D, W)
         params = records + kv_heads * (HEAD_DIM * W) + head * HEAD_DIM
         scale, minimum = _split_params(_load_part(params, live, HEAD_DIM, 1, BLOCK_D, 1))
-        x = _unpack(words, BITS).reshape(BLOCKS, BLOCK_D, GROUP)
+        x = _to_float(_unpack(words, BITS)).reshape(BLOCKS, BLOCK_D, GROUP)
         keys = _round_to_hot(x * scale[:, :, None] + minimum[:, :, None], HOT)
     elif CODEC == "e4m3":
-        keys = _load_part(codes.to(tl.pointer_type(tl.uint8)), live, HEAD_DIM, GROUP, BLOCK_D, GROUP)
-        keys = _decode_bytes(keys, HOT, FP8).reshape(BLOCKS, BLOCK_D, GROUP)
+        keys = _load_e4m3(codes, live, HEAD_DIM, GROUP, BLOCK_D, GROUP, HOT, FP8)
+        keys = keys.reshape(BLOCKS, BLOCK_D, GROUP)
     elif CODEC == "f16":
         keys = _load_part(codes.to(tl.pointer_type(tl.float16)), live, HEAD_DIM, GROUP, BLOCK_D, GROUP)
         keys = keys.to(HOT).reshape(BLOCKS, BLOCK_D, GROUP)
@@ -188,11 +216,10 @@ def _load_values(
         P: tl.constexpr = _cdiv(HEAD_DIM, PER_PARAM)
         params = parts + kv_heads * (GROUP * W) + head * (GROUP * P)
         scale, minimum = _split_params(_load_part(params, live, GROUP, P, GROUP, BLOCK_D // SHARE))
-        x = _unpack(words, BITS).reshape(BLOCKS, GROUP * BLOCK_D // SHARE, SHARE)
+        x = _to_float(_unpack(words, BITS)).reshape(BLOCKS, GROUP * BLOCK_D // SHARE, SHARE)
         values = _round_to_hot(x * scale[:, :, None] + minimum[:, :, None], HOT)
     elif CODEC == "e4m3":
-        values = _load_part(codes.to(tl.pointer_type(tl.uint8)), live, GROUP, HEAD_DIM, GROUP, BLOCK_D)
-        values = _decode_bytes(values, HOT, FP8)
+        values = _load_e4m3(codes, live, GROUP, HEAD_DIM, GROUP, BLOCK_D, HOT, FP8)
     elif CODEC == "f16":
         values = _load_part(codes.to(tl.pointer_type(tl.float16)), live, GROUP, HEAD_DIM, GROUP, BLOCK_D).to(HOT)
     else:
@@ -228,7 +255,7 @@ def _update(scores, visible, values, total, peak, weight, FP8: tl.constexpr):
     return total, higher, weight
 
 
-@triton.jit(do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_RUN_TIME)
+@triton.jit(do_not_specialize=_RUN_TIME)
 def attend(
     q,  # [T, Hq, D]
     k,  # [T, Hkv, D]
@@ -277,10 +304,11 @@ def attend(
     start = tl.load(sequences + sequence * 4 + 3)
     HOT: tl.constexpr = q.dtype.element_ty
     HOT_CODEC: tl.constexpr = "f16" if HOT == tl.float16 else "bf16"
+    # A format that does not compress may have all its blocks hot; others have few, not worth the shared memory.
+    HOT_STAGES: tl.constexpr = None if K_CODEC == HOT_CODEC else 1
     N: tl.constexpr = BLOCKS * GROUP
-    q, k, v, out = tl.multiple_of(q, 16), tl.multiple_of(k, 16), tl.multiple_of(v, 16), tl.multiple_of(out, 16)
-    q_row, k_row, v_row = tl.multiple_of(q_row, 16), tl.multiple_of(k_row, 16), tl.multiple_of(v_row, 16)
-    hot_offset, cold_offset = tl.multiple_of(hot_offset, UNIT), tl.multiple_of(cold_offset, UNIT)
+    q_row, k_row, v_row = _sixteens(q_row), _sixteens(k_row), _sixteens(v_row)
+    hot_offset, cold_offset = _sixteens(hot_offset), _sixteens(cold_offset)
 
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
@@ -340,7 +368,7 @@ def attend(
     resume = tl.maximum(begin, tl.maximum(cold_begin, cold_end))
     hot_count = sinks + tl.maximum(end - resume, 0)
     v_start = _k_words(kv_heads, HOT_CODEC, HEAD_DIM, GROUP)
-    for index in range(0, hot_count, BLOCKS):
+    for index in tl.range(0, hot_count, BLOCKS, num_stages=HOT_STAGES):
         order = index + nth
         live = order < hot_count
         block = tl.where(order < sinks, begin + order, resume + order - sinks)
@@ -385,7 +413,7 @@ def attend(
         tl.store(statistics + 1, weight, mask=used)
 
 
-@triton.jit(do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_RUN_TIME)
+@triton.jit(do_not_specialize=_RUN_TIME)
 def merge(
     workspace,
     out,  # [T, Hq, D]
@@ -529,7 +557,7 @@ def _store_plain(start, offsets, x, mask, scale, CODEC: tl.constexpr):
         tl.store(start.to(tl.pointer_type(tl.bfloat16)) + offsets, x.to(tl.bfloat16), mask=mask)
 
 
-@triton.jit(do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_RUN_TIME)
+@triton.jit(do_not_specialize=_RUN_TIME)
 def append(
     k,  # [T, Hkv, D]
     v,  # [T, Hkv, D]
@@ -562,9 +590,8 @@ def append(
     block, first, count = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     past, start = tl.load(sequences + sequence * 4), tl.load(sequences + sequence * 4 + 3)
     HOT_CODEC: tl.constexpr = "f16" if k.dtype.element_ty == tl.float16 else "bf16"
-    k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
-    k_row, v_row = tl.multiple_of(k_row, 16), tl.multiple_of(v_row, 16)
-    hot_offset, cold_offset = tl.multiple_of(hot_offset, UNIT), tl.multiple_of(cold_offset, UNIT)
+    k_row, v_row = _sixteens(k_row), _sixteens(v_row)
+    hot_offset, cold_offset = _sixteens(hot_offset), _sixteens(cold_offset)
 
     d = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     g = tl.arange(0, GROUP)
@@ -581,9 +608,8 @@ def append(
         record += cold_offset
         part = record + _k_words(kv_heads, K_CODEC, HEAD_DIM, GROUP)
         k_scale, v_scale = tl.load(scales + head), tl.load(scales + kv_heads + head)
-        keys, values = keys.to(tl.float32), values.to(tl.float32)
-        _encode_keys(keys, d, record, head, kv_heads, k_scale, K_CODEC, HEAD_DIM, GROUP, CHANNELS)
-        _encode_values(values, d, part, head, kv_heads, v_scale, V_CODEC, HEAD_DIM, GROUP, CHANNELS)
+        _encode_keys(keys.to(tl.float32), d, record, head, kv_heads, k_scale, K_CODEC, HEAD_DIM, GROUP, CHANNELS)
+        _encode_values(values.to(tl.float32), d, part, head, kv_heads, v_scale, V_CODEC, HEAD_DIM, GROUP, CHANNELS)
     else:
         record += hot_offset
         part = record + _k_words(kv_heads, HOT_CODEC, HEAD_DIM, GROUP)
@@ -593,7 +619,7 @@ def append(
         tl.store(part.to(v.dtype) + v_offsets, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_RUN_TIME)
+@triton.jit(do_not_specialize=_RUN_TIME)
 def seal(
     arena,
     pairs,  # [P, 2] of (hot, cold)
@@ -613,7 +639,7 @@ def seal(
     d = tl.program_id(2) % CHUNKS * CHANNELS + tl.arange(0, CHANNELS)
     g = tl.arange(0, GROUP)
     fields = layers + layer * 8
-    hot_offset, cold_offset = tl.multiple_of(tl.load(fields), UNIT), tl.multiple_of(tl.load(fields + 1), UNIT)
+    hot_offset, cold_offset = _sixteens(tl.load(fields)), _sixteens(tl.load(fields + 1))
     k_codec, v_codec = tl.load(fields + 2), tl.load(fields + 3)
     k_scale = tl.load(scales + layer * 2 * kv_heads + head)
     v_scale = tl.load(scales + (layer * 2 + 1) * kv_heads + head)
@@ -640,7 +666,7 @@ def seal(
             _encode_values(values, d, part, head, kv_heads, v_scale, NAME, HEAD_DIM, GROUP, CHANNELS)
 
 
-@triton.jit(do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_RUN_TIME)
+@triton.jit(do_not_specialize=_RUN_TIME)
 def move(
     arena,
     moves,  # [M, 2] of (from, to)
@@ -653,8 +679,3 @@ def move(
     base = _load_arena(arena)
     source, target = tl.load(pair).to(tl.int64) * UNIT, tl.load(pair + 1).to(tl.int64) * UNIT
     tl.store(base + target + i, tl.load(base + source + i, mask=i < words), mask=i < words)
-
-
-@triton.constexpr_function
-def _name(index):
-    return next(codec.name for codec in CODECS.values() if codec.index == index)
