@@ -161,15 +161,6 @@ class CubinLauncher:
         self._loaded: dict[Variant, _Kernel] = {}
         self._lock = threading.Lock()
 
-    @classmethod
-    def for_current_device(cls, folder: Path) -> CubinLauncher:
-        """With the cubins of ``folder`` for the device of the current context.
-
-        Raises CudaError without a GPU, ValueError when the folder's kernels are another GPU's.
-        """
-        driver = CudaDriver()
-        return cls(driver, KernelSet.open(folder, compute_capability(driver, driver("cuCtxGetDevice"))))
-
     def prepare(self, variants: Iterable[Variant]) -> None:
         """Load kernels now, rather than at their first launch: loading waits for the device and breaks a capture.
 
@@ -204,6 +195,26 @@ class CubinLauncher:
         return _Kernel(cubin, function, ArgumentBuffer(cubin.arguments, cubin.hidden))
 
 
+class ContextLaunchers:
+    """The launcher of the current CUDA context, for those who are called in contexts of others."""
+
+    def __init__(self, folder: Path, driver: Driver | None = None) -> None:
+        self.folder = folder
+        self._driver = driver
+        self._opened: dict[int, CubinLauncher] = {}
+
+    def __call__(self) -> CubinLauncher:
+        """Raises CudaError without a GPU or a context, ValueError when the folder's kernels are another GPU's."""
+        if self._driver is None:
+            self._driver = CudaDriver()
+        driver = self._driver
+        context = int(driver("cuCtxGetCurrent"))
+        if context not in self._opened:
+            kernels = KernelSet.open(self.folder, compute_capability(driver, driver("cuCtxGetDevice")))
+            self._opened[context] = CubinLauncher(driver, kernels)
+        return self._opened[context]
+
+
 def compute_capability(driver: Driver, device: Any) -> int:
     """As kernels are named by: 89 for 8.9."""
     attributes = driver.enums.CUdevice_attribute
@@ -230,6 +241,10 @@ class DeviceArray:
 
     def __index__(self) -> int:
         return self.address
+
+    def stride(self) -> tuple[int, ...]:
+        """Elements from one index to the next of each dimension, as Torch says it."""
+        return tuple(int(np.prod(self.shape[axis + 1 :], dtype=np.int64)) for axis in range(len(self.shape)))
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,7 @@ pytest.importorskip("cuda.bindings.driver")
 
 from kvattention.gpu import driver as driver_module
 from kvattention.gpu.compile import Cubin, KernelSet, write_index
-from kvattention.gpu.driver import ArgumentBuffer, CubinLauncher, CudaDriver, CudaError, DriverDevice
+from kvattention.gpu.driver import ArgumentBuffer, ContextLaunchers, CubinLauncher, CudaDriver, CudaError, DriverDevice
 from kvattention.gpu.launches import Launch, move_launch
 from kvattention.gpu.variants import MOVE, Variant
 
@@ -39,6 +39,8 @@ class RecordingDriver:
         """Sizes of the launched kernel's parameters, which CUDA knows from the cubin."""
         self.fail: dict[str, str] = {}
         self.ready = True
+        self.context = 1
+        self.capability = 89
         self._next = 0x10000
         self._memory: dict[int, ctypes.Array[ctypes.c_char]] = {}
 
@@ -66,7 +68,10 @@ class RecordingDriver:
         return ordinal
 
     def cuDeviceGetAttribute(self, attribute: Any, device: int) -> int:  # noqa: N802
-        return {75: 8, 76: 9, 16: 58}[int(attribute)]
+        return {75: self.capability // 10, 76: self.capability % 10, 16: 58}[int(attribute)]
+
+    def cuCtxGetCurrent(self) -> int:  # noqa: N802
+        return self.context
 
     def cuMemGetInfo(self) -> tuple[int, int]:  # noqa: N802
         return 3 << 30, 8 << 30
@@ -178,6 +183,20 @@ def test_shared_memory_beyond_48_kib_is_asked_for(cuda: RecordingDriver, kernels
         launcher.prepare([Variant("merge", "f16", head_dim=64, rows=16)])
 
 
+def test_every_context_has_a_launcher_of_its_own(cuda: RecordingDriver, kernels: Path):
+    launchers = ContextLaunchers(kernels, cuda)
+    first = launchers()
+    assert launchers() is first
+    cuda.context = 2
+    assert launchers() is not first
+    cuda.context = 1
+    assert launchers() is first
+    cuda.capability = 80
+    cuda.context = 3
+    with pytest.raises(ValueError, match="for compute capability 89, but this GPU's is 80"):
+        launchers()
+
+
 def test_a_device_says_what_it_is(cuda: RecordingDriver):
     device = DriverDevice(driver=cuda)
     assert (device.sm, device.processors, device.free_memory()) == (89, 58, 3 << 30)
@@ -199,7 +218,7 @@ def test_uploads_use_pinned_memory_again_only_once_its_copy_is_done(cuda: Record
     device = DriverDevice(driver=cuda)
     array = np.arange(12, dtype=np.int32).reshape(3, 4)
     first = device.upload(array.T)
-    assert (first.shape, first.dtype, first.nbytes) == ((4, 3), "int32", 48)
+    assert (first.shape, first.stride(), first.dtype, first.nbytes) == ((4, 3), (3, 1), "int32", 48)
     cuda.ready = False
     device.upload(array, into=first)
     cuda.ready = True
@@ -340,7 +359,7 @@ def test_the_bindings_take_every_call_as_it_is_made(cuda: RecordingDriver, kerne
         device.download(device.empty((4,), "float16"))
         device.free_memory()
     cuda("cuInit", 0)
-    cuda("cuCtxGetDevice")
+    ContextLaunchers(kernels, cuda)()
     used = set(cuda.names())
     source = Path(driver_module.__file__).read_text()
     assert used == {
