@@ -180,11 +180,15 @@ def build(
         Path | None, typer.Option(help="The engine directory to make.", show_default="engines/RECIPE'S NAME")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace another engine that is there.")] = False,
+    keep_onnx: Annotated[
+        bool, typer.Option("--keep-onnx", help="Keep the exported model in it (target tensorrt).")
+    ] = False,
 ) -> None:
     """Builds an engine directory from a recipe. It appears whole or not at all.
 
     \b
     lowkv build build/recipes/smollm2-kivi2.yaml
+    lowkv build build/recipes/smollm2-kivi2-tensorrt.yaml --keep-onnx
     lowkv build my.yaml --out engines/mine --force
     """
     from lowkv.engine.build import build_engine
@@ -194,9 +198,32 @@ def build(
     loaded = load_recipe(recipe)
     path = Path("engines") / loaded.name if out is None else out
     with StageProgress() as progress:
-        engine = build_engine(loaded, path, progress, force)
+        engine = build_engine(loaded, path, progress, force, keep_onnx=keep_onnx)
     print(f"{path}: {engine.cache_plan.summary()}, {format_bytes(engine.weight_bytes)} of weights")
     print(f"next: lowkv repo {path}")
+
+
+@app.command()
+def inspect(
+    engine: Annotated[Path, typer.Argument(help="An engine directory.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What is in an engine: every layer's KV format and weights, lm_head, and TensorRT's bindings and profiles.
+
+    \b
+    lowkv inspect engines/smollm2-kivi2
+    lowkv inspect engines/smollm2-kivi2-tensorrt --json
+    """
+    from lowkv.engine.directory import EngineDir
+    from lowkv.engine.inspection import inspect_engine, render
+
+    plain = inspect_engine(EngineDir.open(engine, verify=False))
+    if as_json:
+        print(json.dumps(plain, indent=2))
+    else:
+        console = _console()
+        for part in render(plain):
+            console.print(part)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lowkv.gpus import visible_gpus
 from lowkv.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile")
 NEEDS: dict[str, tuple[str, ...]] = {
     "plan": ("numpy",),
     "build": ("numpy", "torch", "safetensors", "tokenizers", "gguf"),
+    "inspect": ("numpy",),
     "repo": ("numpy", "torch", "safetensors", "tokenizers", "tritonclient"),
     "serve": ("numpy", "torch", "numba", "safetensors", "tokenizers", "tritonclient", "tritonserver"),
     "loadtest": ("numpy", "locust", "matplotlib", "tokenizers"),
@@ -35,12 +37,30 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 """Packages (and the server) that a verb cannot do without. `demo` needs them all."""
 
+TARGETS: dict[str, tuple[str, ...]] = {
+    "building for target tensorrt": ("onnx", "onnxscript", "triton (kernels)", "tensorrt"),
+    "running target tensorrt": ("cuda", "cuda-bindings", "tensorrt"),
+    "running target cuda": ("cuda", "triton (kernels)"),
+}
+"""What the verbs need besides, for recipes with another target than `cpu`."""
+
+TENSORRT = {
+    "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+    "tensorrt_rtx": ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx"),
+}
+"""Module -> packages that have it."""
+
 EXTRAS = {
     "torch": "cpu",
     "numba": "cpu",
     "safetensors": "cpu",
     "tokenizers": "cpu",
     "gguf": "cpu",
+    "onnx": "tensorrt",
+    "onnxscript": "tensorrt",
+    "triton (kernels)": "tensorrt",
+    "cuda-bindings": "tensorrt",
+    "tensorrt": "tensorrt",
     "tritonclient": "triton",
     "tritonserver": "triton",
     "locust": "loadtest",
@@ -59,7 +79,17 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything that was looked at, in reading order."""
-    return [_python(), *_cpu(), _memory(), _gpu(), *_packages(), _tritonserver()]
+    return [
+        _python(),
+        *_cpu(),
+        _memory(),
+        _gpu(),
+        _cuda(),
+        *_packages(),
+        _tritonserver(),
+        _tensorrt(),
+        *(_optional(name, package) for name, package in _FOR_TENSORRT.items()),
+    ]
 
 
 def missing_for(findings: list[Finding]) -> dict[str, tuple[str, ...]]:
@@ -70,10 +100,17 @@ def missing_for(findings: list[Finding]) -> dict[str, tuple[str, ...]]:
     return missing
 
 
+def missing_for_targets(findings: list[Finding]) -> dict[str, tuple[str, ...]]:
+    """The same for recipes with another target than `cpu`: what it is for -> what it still needs."""
+    ok = {finding.name for finding in findings if finding.state == "ok"}
+    return {purpose: tuple(name for name in names if name not in ok) for purpose, names in TARGETS.items()}
+
+
 def to_mapping(findings: list[Finding]) -> dict[str, Any]:
     return {
         "findings": [{"name": f.name, "state": f.state, "detail": f.detail} for f in findings],
         "missing": {verb: list(names) for verb, names in missing_for(findings).items()},
+        "missing_for_targets": {purpose: list(names) for purpose, names in missing_for_targets(findings).items()},
     }
 
 
@@ -90,11 +127,13 @@ def render(findings: list[Finding]) -> list[Table | str]:
     for finding in findings:
         colour = colours[finding.state]
         table.add_row(finding.name, f"[{colour}]{finding.state}[/{colour}]", escape(finding.detail))
-    missing = missing_for(findings)
-    ready = [verb for verb, names in missing.items() if not names]
-    lines = [f"ready: {', '.join(ready)}"]
-    for verb, names in missing.items():
-        if names:
+    missing, targets = missing_for(findings), missing_for_targets(findings)
+    lines = [f"ready: {', '.join(verb for verb, names in missing.items() if not names)}"]
+    lines += [f"ready: {purpose}" for purpose, names in targets.items() if not names]
+    for verb, names in {**missing, **targets}.items():
+        if names == ("cuda",):
+            lines.append(f"not ready: {verb} lacks a GPU and its driver")
+        elif names:
             extras = ",".join(dict.fromkeys(EXTRAS[name] for name in names if name in EXTRAS))
             fix = f"pip install 'lowkv[{extras}]'" if extras else "pip install --force-reinstall lowkv"
             lines.append(escape(f"not ready: {verb} lacks {', '.join(names)}; {fix}"))
@@ -143,6 +182,16 @@ def _gpu() -> Finding:
     return Finding("gpu", "ok", "; ".join(done.stdout.strip().splitlines()))
 
 
+def _cuda() -> Finding:
+    """What the driver itself says; nvidia-smi may be missing where it answers, in a container for one."""
+    gpus = visible_gpus()
+    if not gpus:
+        return Finding(
+            "cuda", "note", "no NVIDIA driver answers: engines for GPUs are built here and run elsewhere"
+        )
+    return Finding("cuda", "ok", "; ".join(map(str, gpus)))
+
+
 def _packages() -> list[Finding]:
     names = dict.fromkeys(name for needed in NEEDS.values() for name in needed if name != "tritonserver")
     return [_package(name) for name in names]
@@ -156,6 +205,38 @@ def _package(name: str) -> Finding:
     if name == "numpy" and int(version.split(".")[0]) >= 2:
         return Finding(name, "wrong", f"{version}: Triton's Python stub needs one below 2; pip install 'numpy<2'")
     return Finding(name, "ok", version)
+
+
+_FOR_TENSORRT = {
+    "onnx": "onnx",
+    "onnxscript": "onnxscript",
+    "triton (kernels)": "triton",
+    "cuda-bindings": "cuda-bindings",
+}
+"""Line of the report -> package. The compiler called triton has nothing to do with the server of that name."""
+
+
+def _optional(name: str, package: str) -> Finding:
+    try:
+        return Finding(name, "ok", metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return Finding(name, "note", f"not installed: pip install 'lowkv[{EXTRAS[name]}]'")
+
+
+def _tensorrt() -> Finding:
+    found = [f"{module} {version}" for module in TENSORRT for version in [_tensorrt_version(module)] if version]
+    if not found:
+        return Finding("tensorrt", "note", "neither tensorrt nor tensorrt_rtx: pip install 'lowkv[tensorrt]'")
+    return Finding("tensorrt", "ok", ", ".join(found))
+
+
+def _tensorrt_version(module: str) -> str | None:
+    for package in TENSORRT[module]:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def _tritonserver() -> Finding:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowkv.engine.tensorrt.network import check_network, describe
-from lowkv.engine.tensorrt.profiles import INPUTS, Profile, engine_profiles
+from lowkv.engine.tensorrt.profiles import ARENA, INPUTS, Profile, engine_profiles
 from lowkv.errors import LowkvError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _check_inputs(report: dict[str, Any]) -> None:
 def _profile(builder: Any, profile: Profile) -> Any:
     built = builder.create_optimization_profile()
     for name, smallest, largest in profile.ranges():
-        if smallest != largest:
+        if name != ARENA:
             built.set_shape(name, smallest, largest, largest)
     return built
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from lowkv.models.config import ModelConfig
     from lowkv.recipe import Recipe
 
-PLUGIN = "PagedAttention"
-
 _TYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -119,12 +117,14 @@ class _Graph:
         }
 
     def attention(self) -> Iterator[dict[str, Any]]:
+        from kvattention.tensorrt.fields import PLUGIN_NAME
+
         for layer in self.layers:
             if layer.type == self.trt.LayerType.PLUGIN_V3:
                 name = layer.name
                 layer.__class__ = self.trt.IPluginV3Layer
                 plugin = layer.plugin
-                if plugin.plugin_name == PLUGIN:
+                if plugin.plugin_name == PLUGIN_NAME:
                     yield {"name": name, "precision": _type(layer.get_output(0)), "fields": _fields(plugin)}
 
     def matrices(self) -> Iterator[dict[str, Any]]:

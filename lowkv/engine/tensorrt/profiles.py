@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+ARENA = "arena"
+"""The one input without a dynamic dimension: the arena's address."""
+
 
 @dataclass(frozen=True)
 class StepLimits:
@@ -48,7 +51,7 @@ INPUTS: Mapping[str, tuple[str | int, ...]] = {
     "tokens": ("T",),
     "positions": ("T",),
     "rows": ("R",),
-    "arena": (1,),
+    ARENA: (1,),
     "sequences": ("S", 4),
     "table": ("S", "B"),
     "appends": ("A", 4),

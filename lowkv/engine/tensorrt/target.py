@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +64,6 @@ class TensorRTTarget:
         }
 
     def payload_inputs(self, recipe: Recipe, plan: CachePlan) -> Mapping[str, Any]:
-        from importlib import metadata
-
         from lowkv.engine.cpu import weights_inputs
 
         serving = recipe.serving
@@ -75,8 +74,7 @@ class TensorRTTarget:
             "max_tokens_per_step": serving.max_tokens_per_step,
             "max_model_len": serving.max_model_len,
             # What makes the kernels and the ONNX file; the engine runs without either.
-            "triton": metadata.version("triton"),
-            "torch": metadata.version("torch"),
+            **{package: _version(package) for package in ("triton", "torch", "onnx", "onnxscript")},
         }
 
     def payload_bytes(self, config: ModelConfig, recipe: Recipe) -> int:
@@ -183,6 +181,13 @@ def _kernel_files(recipe: Recipe, config: ModelConfig, plan: CachePlan) -> tuple
 
     variants = needed(plan.layer_specs(), config.heads, recipe.kv_cache.fp8_query)
     return tuple(f"{KERNELS}/{variant.name}.cubin" for variant in variants)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError as error:
+        raise LowkvError(f"{package} is not installed", fix="pip install 'lowkv[cpu,tensorrt]'") from error
 
 
 def _check_kernels(recipe: Recipe, sm: int) -> None:

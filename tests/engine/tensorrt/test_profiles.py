@@ -89,7 +89,7 @@ def test_profiles_come_from_the_recipe_and_the_model() -> None:
     assert shapes["tokens"] == ((1,), (100,))
     assert shapes["table"] == ((1, 1), (8, 16))
     assert shapes["arena"] == ((1,), (1,))
-    assert dict((name, largest) for name, _, largest in decode.ranges())["tokens"] == (8,)
+    assert {name: largest for name, _, largest in decode.ranges()}["tokens"] == (8,)
     # No model is longer than itself.
     longer = Recipe("r", ModelSource("folder", "m"), serving=ServingConfig(max_model_len=10**6))
     assert engine_profiles(longer, config, CachePlan.from_config(config, longer.kv_cache))[0].limits.B == 2048 // 32
