@@ -44,7 +44,7 @@ def check_fits(footprint: Footprint, free: int, where: str) -> None:
         expected=f"at most {free} bytes, which are free",
         fix=f"lower kv_cache.budget to {room} bytes or less, or free the device's memory"
         if room > 0
-        else "free the device's memory, or use a larger one: the weights alone do not fit",
+        else "free the device's memory, or use a larger one: the engine does not fit without any KV cache",
     )
 
 
