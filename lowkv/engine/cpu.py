@@ -1,21 +1,21 @@
-"""Target `cpu`: the Torch decoder on this machine's cores.
+"""Targets `cpu` and `cuda`: the Torch decoder, on this machine's cores or on its GPU.
 
-Its payload is `weights.safetensors`, in the decoder's own layout.
-The file is mapped, not read: weights take no memory twice, start-up is quick, and several servers that serve
-the same file share its pages.
+Their payload is `weights.safetensors`, in the decoder's own layout, quantized matrices as `lowkv.models.quantized`
+stores them. On the CPU the file is mapped, not read: weights take no memory twice, start-up is quick, and several
+servers that serve the same file share its pages. Quantized matrices are the exception: each server decodes (or, for
+Torch's INT4 kernel, reorders) them for itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowkv.errors import LowkvError
+from lowkv.models.checkpoint import WeightsFormat, check_tensors
 
 if TYPE_CHECKING:
-    import torch
-
     from lowkv.engine.progress import Progress
     from lowkv.kvcache.plan import CachePlan
     from lowkv.models.checkpoint import Checkpoint
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lowkv.recipe import Recipe
 
 WEIGHTS = "weights.safetensors"
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class CpuTarget:
@@ -33,48 +32,48 @@ class CpuTarget:
     requires: Mapping[str, str] = {"weights_layout": "1"}
     """Raised whenever `decoder.weight_shapes` changes its names, shapes or their meaning."""
 
+    varying: tuple[str, ...] = ()
+
+    def built_with(self, recipe: Recipe) -> Mapping[str, str]:
+        return {}
+
     def payload_inputs(self, recipe: Recipe, plan: CachePlan) -> Mapping[str, Any]:
-        return {"weights": recipe.weights.dtype, "lm_head": recipe.lm_head.dtype}
+        return weights_inputs(recipe)
 
     def payload_bytes(self, config: ModelConfig, recipe: Recipe) -> int:
-        head = config.head_count()
-        return head * _BYTES[recipe.lm_head.dtype] + (config.weight_count() - head) * _BYTES[recipe.weights.dtype]
+        return weights_bytes(config, WeightsFormat.from_recipe(recipe))
 
     def write_payload(
         self, checkpoint: Checkpoint, recipe: Recipe, folder: Path, progress: Progress
     ) -> tuple[str, ...]:
-        from math import prod
-
         from lowkv.engine.weights_file import write_weights
-        from lowkv.models.checkpoint import check_tensors, decoder_weights
-        from lowkv.models.decoder import weight_shapes
 
-        body, head = _dtypes(recipe)
+        weights = WeightsFormat.from_recipe(recipe)
+        layout = weights.layout(checkpoint.config)
         check_tensors(checkpoint)
-        layout = {
-            name: (shape, head if name == "lm_head" else body)
-            for name, shape in weight_shapes(checkpoint.config).items()
-        }
-        progress.begin("converting weights", sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values()))
-        write_weights(folder / WEIGHTS, layout, decoder_weights(checkpoint, body, head), progress.advance)
+        progress.begin("converting weights", weights_bytes(checkpoint.config, weights))
+        write_weights(folder / WEIGHTS, layout, weights.tensors(checkpoint), progress.advance)
         return (WEIGHTS,)
 
-    def load_decoder(self, folder: Path, config: ModelConfig) -> Decoder:
+    def load_decoder(self, folder: Path, config: ModelConfig, device: str = "cpu") -> Decoder:
         from safetensors.torch import load_file
 
         from lowkv.models.decoder import Decoder
+        from lowkv.models.quantized import assembled
 
-        return Decoder(config, load_file(folder / WEIGHTS))
+        return Decoder(config, assembled(load_file(folder / WEIGHTS, device=device)))
 
 
-def _dtypes(recipe: Recipe) -> tuple[torch.dtype, torch.dtype]:
-    import torch
+def weights_inputs(recipe: Recipe) -> dict[str, Any]:
+    """What the stored weights depend on in a recipe."""
+    inputs: dict[str, Any] = {"weights": recipe.weights.dtype, "lm_head": recipe.lm_head.dtype}
+    if recipe.weights.quantization != "none":
+        inputs["quantization"] = recipe.weights.quantization
+    if recipe.weights.quantization == "int4":
+        inputs["group_size"] = recipe.weights.group_size
+    return inputs
 
-    body, head = recipe.weights.dtype, recipe.lm_head.dtype
-    if head not in (body, "float32"):
-        raise LowkvError(
-            "lm_head.dtype and weights.dtype do not go together",
-            got=f"lm_head {head}, weights {body}",
-            expected=f"lm_head.dtype float32 or {body}",
-        )
-    return getattr(torch, body), getattr(torch, head)
+
+def weights_bytes(config: ModelConfig, weights: WeightsFormat) -> int:
+    """Bytes of the stored weights."""
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in weights.layout(config).values())

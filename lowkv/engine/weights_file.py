@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+_NAMES = {
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.uint8": "U8",
+}
 _PAGE = 4096
 
 

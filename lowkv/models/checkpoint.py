@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowkv.models.config import ModelConfig
+    from lowkv.models.quantized import Fp8Matrix, Int4Matrix, Quantization
+    from lowkv.recipe import Recipe
 
 
 class Checkpoint(Protocol):
@@ -124,25 +127,31 @@ def check_tensors(checkpoint: Checkpoint) -> None:
 
 
 def decoder_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, head_dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+    checkpoint: Checkpoint, dtype: torch.dtype, head_dtype: torch.dtype, quantization: Quantization | None = None
+) -> Iterator[tuple[str, Tensor | Int4Matrix | Fp8Matrix]]:
     """The tensors of `lowkv.models.decoder.weight_shapes`, in its order, one at a time.
 
     Args:
         checkpoint: passed `check_tensors`.
         dtype: of the body.
         head_dtype: of `lm_head`, and so of tied embeddings.
+        quantization: of the layers' matrices, which are rounded once, from the checkpoint's own values.
     """
     import torch
 
-    config = checkpoint.config
+    from lowkv.models.quantized import Quantization
+
+    config, form = checkpoint.config, quantization or Quantization()
 
     def vector(name: str) -> Tensor:
         return checkpoint.tensor(name).to(dtype)
 
-    def matrix(prefix: str, *names: str) -> Tensor:  # [out, in] each -> [in, sum of out]
-        parts = [vector(f"{prefix}{name}_proj.weight").t() for name in names]
-        return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()
+    def matrix(name: str, prefix: str, *parts: str) -> tuple[str, Tensor | Int4Matrix | Fp8Matrix]:
+        """[out, in] each -> [in, sum of out]"""
+        keep = form.kind != "none"  # round the checkpoint's values once: to 4 or 8 bits
+        tensors = [checkpoint.tensor(f"{prefix}{part}_proj.weight") for part in parts]
+        columns = [(tensor if keep else tensor.to(dtype)).t() for tensor in tensors]
+        return name, form.matrix(torch.cat(columns, 1) if len(columns) > 1 else columns[0], dtype, name)
 
     head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     yield "lm_head", checkpoint.tensor(head).to(head_dtype).t().contiguous()
@@ -152,14 +161,65 @@ def decoder_weights(
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
         attention, mlp = theirs + "self_attn.", theirs + "mlp."
         yield ours + "attention_norm", vector(theirs + "input_layernorm.weight")
-        yield ours + "qkv", matrix(attention, "q", "k", "v")
+        yield matrix(ours + "qkv", attention, "q", "k", "v")
         if config.qkv_bias:
             yield ours + "qkv_bias", torch.cat([vector(f"{attention}{name}_proj.bias") for name in "qkv"])
         if config.qk_norm:
             yield ours + "q_norm", vector(attention + "q_norm.weight")
             yield ours + "k_norm", vector(attention + "k_norm.weight")
-        yield ours + "output", matrix(attention, "o")
+        yield matrix(ours + "output", attention, "o")
         yield ours + "mlp_norm", vector(theirs + "post_attention_layernorm.weight")
-        yield ours + "gate_up", matrix(mlp, "gate", "up")
-        yield ours + "down", matrix(mlp, "down")
+        yield matrix(ours + "gate_up", mlp, "gate", "up")
+        yield matrix(ours + "down", mlp, "down")
     yield "norm", vector("model.norm.weight")
+
+
+@dataclass(frozen=True)
+class WeightsFormat:
+    """How an engine stores a model's weights."""
+
+    dtype: torch.dtype
+    """Of the body."""
+    head_dtype: torch.dtype
+    """Of `lm_head`, and so of tied embeddings."""
+    quantization: Quantization
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> WeightsFormat:
+        """Raises LowkvError for dtypes that do not go together."""
+        import torch
+
+        from lowkv.models.quantized import Quantization
+
+        body, head = recipe.weights.dtype, recipe.lm_head.dtype
+        if head not in (body, "float32"):
+            raise LowkvError(
+                "lm_head.dtype and weights.dtype do not go together",
+                got=f"lm_head {head}, weights {body}",
+                expected=f"lm_head.dtype float32 or {body}",
+            )
+        quantization = Quantization(recipe.weights.quantization, recipe.weights.group_size)
+        return cls(getattr(torch, body), getattr(torch, head), quantization)
+
+    def layout(self, config: ModelConfig) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of every tensor that is stored, in the order of `tensors`.
+
+        Raises LowkvError when the model's matrices do not divide into the format's groups.
+        """
+        from lowkv.models.decoder import MATRICES, weight_shapes
+
+        self.quantization.check(config)
+        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, shape in weight_shapes(config).items():
+            if name.rpartition(".")[2] in MATRICES:
+                layout |= self.quantization.layout(name, shape, self.dtype)
+            else:
+                layout[name] = (shape, self.head_dtype if name == "lm_head" else self.dtype)
+        return layout
+
+    def tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+        """The stored tensors of a checkpoint that passed `check_tensors`, one weight at a time."""
+        from lowkv.models.quantized import stored_tensors
+
+        for name, weight in decoder_weights(checkpoint, self.dtype, self.head_dtype, self.quantization):
+            yield from stored_tensors(name, weight)

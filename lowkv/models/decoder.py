@@ -6,9 +6,9 @@ which sequence a token belongs to, and attention is a callable that the caller b
 same call.
 
 Weights are kept as [in, out] and applied as `x @ w`: on CPU that is twice as fast as `F.linear` at 8 to 32
-rows and no slower elsewhere. Q, K and V are one matrix, gate and up another. Tied embeddings are stored once,
-as the [hidden, vocab] logits matrix; looking a token up gathers a column, which costs under a millisecond for
-256 tokens.
+rows and no slower elsewhere. Q, K and V are one matrix, gate and up another. A layer's matrices may be quantized
+(`lowkv.models.quantized`); all that changes here is who multiplies. Tied embeddings are stored once, as the
+[hidden, vocab] logits matrix; looking 256 tokens up gathers columns, which costs two milliseconds.
 
 Call it under `torch.inference_mode()`; it does not enter that itself, so that it can be traced and exported.
 """
@@ -24,11 +24,13 @@ import torch
 from torch.nn import functional
 
 from lowkv.errors import LowkvError
+from lowkv.models.quantized import add_matmul, matmul
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lowkv.models.config import ModelConfig, RopeConfig
+    from lowkv.models.quantized import QuantizedMatrix
 
 Attention = Callable[[int, "Tensor", "Tensor", "Tensor"], "Tensor"]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]: stores k and v, then attends.
@@ -40,14 +42,18 @@ q and k are rotated already; all three are contiguous and of the body's dtype.
 @dataclass(frozen=True)
 class _Layer:
     attention_norm: Tensor  # [hidden]
-    qkv: Tensor  # [hidden, (Hq + 2 Hkv) D]
+    qkv: Tensor | QuantizedMatrix  # [hidden, (Hq + 2 Hkv) D]
     qkv_bias: Tensor | None  # [(Hq + 2 Hkv) D]
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
-    output: Tensor  # [Hq D, hidden]
+    output: Tensor | QuantizedMatrix  # [Hq D, hidden]
     mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [hidden, 2 intermediate], gate first
-    down: Tensor  # [intermediate, hidden]
+    gate_up: Tensor | QuantizedMatrix  # [hidden, 2 intermediate], gate first
+    down: Tensor | QuantizedMatrix  # [intermediate, hidden]
+
+
+MATRICES = ("qkv", "output", "gate_up", "down")
+"""A layer's weights that may be quantized."""
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -83,36 +89,46 @@ class Decoder:
         config: what the model is.
         weights: every tensor of `weight_shapes(config)`. `layers.*`, `norm` and `embedding` share one dtype, the body's
             (float32, bfloat16 or float16); `lm_head` may be float32 beside a 16-bit body: then logits are computed in
-            float32.
+            float32. The MATRICES of a layer may be quantized ones whose products have that dtype.
+        frequencies: `inverse_frequencies(config.rope, config.head_dim)`, for a caller that has them on the right
+            device already, or traces them.
 
     Raises:
         LowkvError: a tensor is missing, not known, or of the wrong shape or dtype.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-        _check_weights(config, weights)
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor | QuantizedMatrix],
+        frequencies: Tensor | None = None,
+    ) -> None:
+        tensors = _checked_weights(config, weights)
         self.config = config
-        self.dtype: torch.dtype = weights["norm"].dtype
-        self.head_dtype: torch.dtype = weights["lm_head"].dtype
-        self._lm_head = weights["lm_head"]  # [hidden, vocab]
-        self._embedding = weights["lm_head"].t() if config.tied_embeddings else weights["embedding"]  # [vocab, hidden]
-        self._norm = weights["norm"]
-        self._layers = tuple(_layer(weights, f"layers.{index}.") for index in range(config.layers))
-        self._inverse_frequencies = inverse_frequencies(config.rope, config.head_dim).to(self._norm.device)
+        self.dtype: torch.dtype = tensors["norm"].dtype
+        self.head_dtype: torch.dtype = tensors["lm_head"].dtype
+        self.device: torch.device = tensors["norm"].device
+        self._lm_head = tensors["lm_head"]  # [hidden, vocab]
+        self._embedding = tensors.get("embedding")  # [vocab, hidden]; None when tied
+        self._norm = tensors["norm"]
+        self._layers = tuple(_layer(tensors, weights, f"layers.{index}.") for index in range(config.layers))
+        if frequencies is None:
+            frequencies = inverse_frequencies(config.rope, config.head_dim).to(self.device)
+        self._inverse_frequencies = frequencies  # [D / 2] float32
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor) -> Tensor:
         """Logits after the tokens at `rows`.
 
         Args:
-            tokens: [T] int64 token ids.
-            positions: [T] int64, each token's position in its own sequence.
+            tokens: [T] integer token ids.
+            positions: [T] integers, each token's position in its own sequence.
             attention: called once per layer, in order.
-            rows: [S] int64 indices into the T tokens.
+            rows: [S] integer indices into the T tokens.
 
         Returns:
             [S, vocab] float32.
         """
-        return self.logits(self.hidden(tokens, positions, attention)[rows])
+        return self.logits(self.hidden(tokens, positions, attention).index_select(0, rows))
 
     def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """The residual stream after the last layer, [T, hidden], before the final norm."""
@@ -123,10 +139,10 @@ class Decoder:
         cos, sin = self._rotation(positions)
         count = tokens.shape[0]
 
-        x = self._embedding[tokens].to(self.dtype).contiguous()  # [T, hidden]
+        x = self._embedded(tokens)
         for index, layer in enumerate(self._layers):
             normed = functional.rms_norm(x, width, layer.attention_norm, eps)
-            qkv = normed @ layer.qkv
+            qkv = matmul(normed, layer.qkv)
             if layer.qkv_bias is not None:
                 qkv = qkv + layer.qkv_bias
             qk = qkv[:, :split].view(count, rotated, size)
@@ -142,16 +158,22 @@ class Decoder:
                 qk[:, heads:].contiguous(),
                 qkv[:, split:].contiguous().view(count, kv_heads, size),
             )
-            x = torch.addmm(x, mixed.reshape(count, -1), layer.output)
+            x = add_matmul(x, mixed.reshape(count, -1), layer.output)
             normed = functional.rms_norm(x, width, layer.mlp_norm, eps)
-            gate_up = normed @ layer.gate_up
-            x = torch.addmm(x, functional.silu(gate_up[:, :inner]) * gate_up[:, inner:], layer.down)
+            gate_up = matmul(normed, layer.gate_up)
+            x = add_matmul(x, functional.silu(gate_up[:, :inner]) * gate_up[:, inner:], layer.down)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] of the residual stream -> [S, vocab] float32."""
         normed = functional.rms_norm(hidden, (self.config.hidden,), self._norm, self.config.rms_eps)
         return (normed.to(self.head_dtype) @ self._lm_head).float()
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """The tokens' embeddings in the body's dtype, [T, hidden]."""
+        if self._embedding is not None:
+            return self._embedding.index_select(0, tokens)
+        return self._lm_head.index_select(1, tokens).t().to(self.dtype).contiguous()
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cos and sin of every token's angles, [T, 1, D]; sin is negative in the first half of D."""
@@ -197,21 +219,26 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     return torch.where(turns < low, plain / rope.factor, torch.where(turns > high, plain, blended))
 
 
-def _layer(weights: Mapping[str, Tensor], prefix: str) -> _Layer:
+def _layer(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor | QuantizedMatrix], prefix: str) -> _Layer:
+    def matrix(name: str) -> Tensor | QuantizedMatrix:
+        weight = weights[prefix + name]
+        return weight if isinstance(weight, torch.Tensor) else weight.prepared()
+
     return _Layer(
-        attention_norm=weights[prefix + "attention_norm"],
-        qkv=weights[prefix + "qkv"],
-        qkv_bias=weights.get(prefix + "qkv_bias"),
-        q_norm=weights.get(prefix + "q_norm"),
-        k_norm=weights.get(prefix + "k_norm"),
-        output=weights[prefix + "output"],
-        mlp_norm=weights[prefix + "mlp_norm"],
-        gate_up=weights[prefix + "gate_up"],
-        down=weights[prefix + "down"],
+        attention_norm=tensors[prefix + "attention_norm"],
+        qkv=matrix("qkv"),
+        qkv_bias=tensors.get(prefix + "qkv_bias"),
+        q_norm=tensors.get(prefix + "q_norm"),
+        k_norm=tensors.get(prefix + "k_norm"),
+        output=matrix("output"),
+        mlp_norm=tensors[prefix + "mlp_norm"],
+        gate_up=matrix("gate_up"),
+        down=matrix("down"),
     )
 
 
-def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+def _checked_weights(config: ModelConfig, weights: Mapping[str, Tensor | QuantizedMatrix]) -> dict[str, Tensor]:
+    """Raises LowkvError for weights that are not this model's; returns those that are Tensors."""
     shapes = weight_shapes(config)
     for name in sorted(set(weights) ^ set(shapes)):
         problem = "is missing" if name in shapes else "is not one of this model"
@@ -223,14 +250,20 @@ def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
             got=str(body),
             expected="float32, bfloat16 or float16",
         )
+    tensors = {}
     for name, shape in shapes.items():
-        tensor = weights[name]
-        if tuple(tensor.shape) != shape:
-            raise LowkvError(f"tensor {name} has the wrong shape", got=tuple(tensor.shape), expected=str(shape))
+        weight = weights[name]
+        if tuple(weight.shape) != shape:
+            raise LowkvError(f"tensor {name} has the wrong shape", got=tuple(weight.shape), expected=str(shape))
         allowed = (body, torch.float32) if name == "lm_head" else (body,)
-        if tensor.dtype not in allowed:
+        if weight.dtype not in allowed:
             raise LowkvError(
                 f"tensor {name} has the wrong dtype",
-                got=str(tensor.dtype),
+                got=str(weight.dtype),
                 expected=" or ".join(map(str, allowed)),
             )
+        if isinstance(weight, torch.Tensor):
+            tensors[name] = weight
+        elif name.rpartition(".")[2] not in MATRICES:
+            raise LowkvError(f"tensor {name} is quantized", got=type(weight).__name__, expected="a Tensor")
+    return tensors
