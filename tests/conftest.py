@@ -69,7 +69,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def build_tiny(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """build_tiny(kv_cache={...}, serving={...}, target=...) builds an engine of the tiny model; returns its directory."""
+    """build_tiny(kv_cache={...}, serving={...}, target=...) builds the tiny model; returns the engine's directory."""
     from lowkv.engine.build import build_engine
     from lowkv.recipe import KVCacheConfig, ModelSource, Recipe, ServingConfig
 

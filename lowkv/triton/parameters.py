@@ -100,6 +100,7 @@ def model_parameters(
         "lowkv_version": __version__,
         "recipe": recipe.name,
         "compute": recipe.target,
+        "compute.sm": engine.manifest.requires.get("sm", "any"),  # GPU generation, times ten
         "executor": "tensorrt" if recipe.target == "tensorrt" else "torch",
         "model.source": str(recipe.model) if recipe.model.kind in ("pypi", "hf") else recipe.model.kind,
         "model.architecture": engine.model_config.architecture,

@@ -349,7 +349,7 @@ class TritonServer:
 
 
 def check_gpus(repository: Repository) -> None:
-    """Raises `LowkvError` when this machine lacks a GPU that the repository's instances are to run on."""
+    """Raises `LowkvError` when this machine lacks a GPU that the repository is for, or has one of another kind."""
     found = visible_gpus()
     missing = [gpu for gpu in repository.config.gpus if gpu >= len(found)]
     if missing:
@@ -361,6 +361,16 @@ def check_gpus(repository: Repository) -> None:
             if found
             else "serve it where there is one, or build the recipe with target: cpu",
         )
+    built = repository.config.parameters["compute.sm"]
+    for index in repository.config.gpus:
+        if built not in ("any", str(found[index].sm)):
+            raise LowkvError(
+                f"the engine of {repository.path} was built for another GPU generation",
+                got=str(found[index]),
+                expected=f"SM{built}",
+                fix=f"set tensorrt.sm: {found[index].sm} in the recipe and build again, or choose another GPU with "
+                "`lowkv repo --gpus`",
+            )
 
 
 def error_lines(log: str, limit: int = 12, *, on_gpu: bool = False) -> list[str]:

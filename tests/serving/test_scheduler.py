@@ -163,3 +163,16 @@ def test_cancelling_frees_blocks_wherever_the_sequence_is() -> None:
     assert not scheduler.has_work
     assert scheduler.cache.arena.bytes_used == 0
     scheduler.cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8", "kivi2"])
+def test_a_cache_smaller_than_one_sequence_is_refused_with_the_bytes_it_takes(name: str) -> None:
+    with pytest.raises(LowkvError, match="not even one short sequence") as caught:
+        make(1, name)
+    assert caught.value.expected is not None
+    enough = int(caught.value.expected.split()[2])
+    blocks = enough / make(1000, name).cache.plan.hot_block_bytes
+    scheduler = make(blocks, name)
+    with pytest.raises(LowkvError, match=f"at least {enough} bytes"):
+        make(blocks * 0.99, name)
+    scheduler.check(request("a", 32, 32))

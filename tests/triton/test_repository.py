@@ -29,6 +29,7 @@ def test_written_repository_opens(engine: Path, tmp_path: Path) -> None:
     assert said["serving.max_waiting"] == "9"
     assert said["compute"] == "cpu"
     assert said["executor"] == "torch"
+    assert said["compute.sm"] == "any"
     assert opened.config.gpus == ()
     assert said["lowkv_version"] == lowkv.__version__
     assert [path.name for path in tmp_path.iterdir()] == ["repo"]

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,11 @@ def test_an_engine_for_a_gpu_is_refused_before_anything_starts(
         server.start()
     monkeypatch.setattr("lowkv.triton.server.visible_gpus", lambda: (Gpu(0, "NVIDIA L4", 89, 24 * 10**9),))
     with pytest.raises(LowkvError, match=r"needs GPU 1, .*got 'GPU 0: NVIDIA L4 \(SM89\)'.*lowkv repo --gpus"):
+        server.start()
+    parameters = server.repository.config.parameters | {"compute.sm": "80"}
+    server.repository = replace(server.repository, config=replace(server.repository.config, parameters=parameters))
+    monkeypatch.setattr("lowkv.triton.server.visible_gpus", lambda: (Gpu(0, "A", 80, 1), Gpu(1, "NVIDIA L4", 89, 1)))
+    with pytest.raises(LowkvError, match=r"another GPU generation: got 'GPU 1: NVIDIA L4 \(SM89\)', expected SM80"):
         server.start()
     assert not server.running
 
