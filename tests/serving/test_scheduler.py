@@ -165,10 +165,10 @@ def test_cancelling_frees_blocks_wherever_the_sequence_is() -> None:
     scheduler.cache.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp8", "kivi2"])
-def test_a_cache_smaller_than_one_sequence_is_refused_with_the_bytes_it_takes(name: str) -> None:
+@pytest.mark.parametrize(("name", "slab"), [("fp16", 1), ("fp8", 1), ("kivi2", 3)])
+def test_a_cache_smaller_than_one_sequence_is_refused_with_the_bytes_it_takes(name: str, slab: int) -> None:
     with pytest.raises(LowkvError, match="not even one short sequence") as caught:
-        make(1, name)
+        make(slab, name)
     assert caught.value.expected is not None
     enough = int(caught.value.expected.split()[2])
     blocks = enough / make(1000, name).cache.plan.hot_block_bytes
