@@ -6,6 +6,9 @@
     out = attention.paged_attention(q, k, v, arena, batch, layer)   # appends, then attends
     attention.seal(arena, pairs, layers)                            # hot blocks -> cold blocks
     attention.move(arena, moves, words)                             # compaction
+
+Arrays are the implementation's own: NumPy float32 for "cpu" and "reference", Torch tensors on CUDA in the hot dtype for
+"gpu" (`kvattention.gpu`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from kvattention.layout import GROUP_SIZES, UNIT_WORDS, LayerSpec, RecordLayout,
 
 __all__ = [
     "CODECS",
+    "GPU_IMPLEMENTATIONS",
     "GROUP_SIZES",
     "IMPLEMENTATIONS",
     "UNIT_WORDS",
@@ -36,9 +40,13 @@ __all__ = [
 ]
 
 IMPLEMENTATIONS = ("cpu", "reference")
+"""Those that run anywhere, on NumPy arrays."""
+
+GPU_IMPLEMENTATIONS = ("gpu",)
+"""Those that need an NVIDIA GPU."""
 
 Array = Any
-"""An array of the implementation's own kind: NumPy for "cpu" and "reference" (q, k, v float32)."""
+"""An array of the implementation's own kind."""
 
 
 class Attention(Protocol):
@@ -85,4 +93,11 @@ def select(name: str = "cpu", *, threads: int | None = None) -> Attention:
         from kvattention.reference import ReferenceAttention
 
         return ReferenceAttention()
-    raise ValueError(f"attention implementation {name!r} is not known; use one of {IMPLEMENTATIONS}")
+    if name == "gpu":
+        from kvattention.gpu.attention import GpuAttention
+        from kvattention.gpu.torch_device import TorchDevice
+
+        return GpuAttention(TorchDevice())
+    raise ValueError(
+        f"attention implementation {name!r} is not known; use one of {IMPLEMENTATIONS + GPU_IMPLEMENTATIONS}"
+    )

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvattention.batch import RaggedBatch
-from kvattention.codec import CODECS, F16_MAX, Words
+from kvattention.codec import CODECS, F16_MAX, Words, round_to
 from kvattention.layout import UNIT_WORDS, LayerSpec, RecordLayout, arena_words
 from kvattention.reference import as_stored, attention
 
@@ -191,7 +191,8 @@ class Playback:
     def _layer(self, step: Step, index: int, active: list[int]) -> None:
         """Draw the layer's inputs and compute its goldens."""
         case, layer, batch = self.case, self.layers[index], step.batch
-        q = self._rng.standard_normal((batch.tokens, case.heads, case.head_dim)).astype(np.float32)
+        # Queries that model precision holds exactly, as keys and values are once rounded: every kernel gets the same.
+        q = round_to(layer.hot.k, self._rng.standard_normal((batch.tokens, case.heads, case.head_dim)))
         k, v = self._draw(batch.tokens), self._draw(batch.tokens)
         if case.values == "outlier":
             k[:, :, 3] *= 100

@@ -1,17 +1,21 @@
 """The GPU kernels of paged attention, in Triton language: append, attend, merge, seal, move.
 
-Layout and codecs are `kvattention.layout` and `kvattention.codec`; lists are `kvattention.gpu.schedule`; arguments and
+Layout and codecs are `kvattention.layout` and `kvattention.codec`, lists are `kvattention.gpu.schedule`, arguments and
 constants are `kvattention.gpu.variants`. A process either compiles these kernels or interprets them: Triton decides
 when it decorates them, that is when this module is imported, by TRITON_INTERPRET.
 
 How `attend` reads: K lies channel-major, so that a tile of keys ``[D, N]`` is the right operand of ``q @ K`` as it
-stands, and V token-major, so that ``[N, D]`` is that of ``p @ V``. A tile is unpacked once and serves all query heads of
-the group. Codes of 2 and 4 bits become model precision on the way (float32 arithmetic, then one rounding). e4m3 is exact
-in 16 bits; its scales go onto the scores and onto the sum. Nothing is accumulated below float32.
+stands, and V token-major, so that ``[N, D]`` is that of ``p @ V``. A tile is unpacked once and serves all query heads
+of the group. Codes of 2 and 4 bits become model precision on the way (float32 arithmetic, then one rounding). e4m3 is
+exact in 16 bits; its scales go onto the scores and onto the sum. Nothing is accumulated below float32.
 
 Written with care for: block offsets beyond 2^31 words (64 bits), poisoned memory (what is masked is never multiplied,
-NaN * 0 is NaN), rows and parts that see no key at all (maximum -inf), and the arena's vector loads (hints of alignment).
+NaN * 0 is NaN), rows and parts that see no key at all (maximum -inf), and vector loads (`n // 16 * 16` of a multiple
+of 16 tells the compiler that it is one).
 """
+
+# Triton's functions are typed by what they are called with.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -73,12 +77,6 @@ def _load_arena(arena):
 
 
 @triton.jit
-def _sixteens(n):
-    """n, a multiple of 16, so that the compiler sees that it is one."""
-    return n // 16 * 16
-
-
-@triton.jit
 def _k_words(kv_heads, CODEC: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):
     """Words of K codes and K params: where V begins in a record."""
     channels = kv_heads * HEAD_DIM
@@ -113,8 +111,8 @@ def _to_float(codes):
 
 @triton.jit
 def _round_to_hot(x, HOT: tl.constexpr):
-    """Dequantized values in model precision. They are never below the group's minimum, but may overshoot fp16 above."""
-    if HOT == tl.float16:
+    """Dequantized values in model precision: never below the group's minimum, but they may overshoot fp16 above."""
+    if HOT == tl.float16:  # noqa: SIM300
         x = tl.minimum(x, HALF_MAX)
     return x.to(HOT)
 
@@ -146,14 +144,15 @@ def _load_e4m3(
     HOT: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """`_load_part` of codes: as they are for FP8 tensor cores, else in model precision, exact but HALF_BIAS too small."""
+    """`_load_part` of codes, for FP8 tensor cores as they are, else in model precision: exact, HALF_BIAS too small."""
     if FP8:
         codes = _load_part(base.to(tl.pointer_type(tl.uint8)), live, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS)
-        return codes.to(tl.float8e4nv, bitcast=True)
+        values = codes.to(tl.float8e4nv, bitcast=True)
     else:
         codes = _unpack(_load_part(base, live, ROWS, COLUMNS // 4, BLOCK_ROWS, BLOCK_COLUMNS // 4), 8)
         bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
-        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(HOT)
+        values = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(HOT)
+    return values
 
 
 @triton.jit
@@ -229,7 +228,7 @@ def _load_values(
 
 @triton.jit
 def _e4m3_codes(x):
-    """e4m3 codes of float32, saturating, ties to even: `codec._e4m3_codes` (and Triton's interpreter rounds otherwise)."""
+    """e4m3 codes of float32, saturating, ties to even: `codec._e4m3_codes`. Triton's interpreter casts otherwise."""
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     magnitude = tl.minimum(tl.abs(x), FP8_MAX)
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -303,12 +302,12 @@ def attend(
     cold_begin, cold_end = tl.load(sequences + sequence * 4 + 1), tl.load(sequences + sequence * 4 + 2)
     start = tl.load(sequences + sequence * 4 + 3)
     HOT: tl.constexpr = q.dtype.element_ty
-    HOT_CODEC: tl.constexpr = "f16" if HOT == tl.float16 else "bf16"
+    HOT_CODEC: tl.constexpr = "f16" if HOT == tl.float16 else "bf16"  # noqa: SIM300
     # A format that does not compress may have all its blocks hot; others have few, not worth the shared memory.
     HOT_STAGES: tl.constexpr = None if K_CODEC == HOT_CODEC else 1
     N: tl.constexpr = BLOCKS * GROUP
-    q_row, k_row, v_row = _sixteens(q_row), _sixteens(k_row), _sixteens(v_row)
-    hot_offset, cold_offset = _sixteens(hot_offset), _sixteens(cold_offset)
+    q_row, k_row, v_row = q_row // 16 * 16, k_row // 16 * 16, v_row // 16 * 16
+    hot_offset, cold_offset = hot_offset // UNIT * UNIT, cold_offset // UNIT * UNIT
 
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
@@ -403,7 +402,7 @@ def attend(
     mask = used[:, None] & (d < HEAD_DIM)[None, :]
     if row < 0:
         out_offsets = ((start + token) * kv_heads * gqa + q_head) * HEAD_DIM
-        result = total / tl.where(used, weight, 1.0)[:, None]
+        result = total / tl.where(weight > 0, weight, 1.0)[:, None]
         tl.store(out + out_offsets[:, None] + d[None, :], result.to(HOT), mask=mask)
     else:
         slots = (row + r).to(tl.int64) * kv_heads + head
@@ -452,7 +451,7 @@ def merge(
         weight = weight * fade + part_weight * part_fade
         peak = higher
     offsets = ((token * kv_heads + head) * gqa + r) * HEAD_DIM
-    result = total / tl.where(used, weight, 1.0)[:, None]
+    result = total / tl.where(weight > 0, weight, 1.0)[:, None]
     tl.store(out + offsets[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -590,8 +589,8 @@ def append(
     block, first, count = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     past, start = tl.load(sequences + sequence * 4), tl.load(sequences + sequence * 4 + 3)
     HOT_CODEC: tl.constexpr = "f16" if k.dtype.element_ty == tl.float16 else "bf16"
-    k_row, v_row = _sixteens(k_row), _sixteens(v_row)
-    hot_offset, cold_offset = _sixteens(hot_offset), _sixteens(cold_offset)
+    k_row, v_row = k_row // 16 * 16, v_row // 16 * 16
+    hot_offset, cold_offset = hot_offset // UNIT * UNIT, cold_offset // UNIT * UNIT
 
     d = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     g = tl.arange(0, GROUP)
@@ -639,7 +638,7 @@ def seal(
     d = tl.program_id(2) % CHUNKS * CHANNELS + tl.arange(0, CHANNELS)
     g = tl.arange(0, GROUP)
     fields = layers + layer * 8
-    hot_offset, cold_offset = _sixteens(tl.load(fields)), _sixteens(tl.load(fields + 1))
+    hot_offset, cold_offset = tl.load(fields) // UNIT * UNIT, tl.load(fields + 1) // UNIT * UNIT
     k_codec, v_codec = tl.load(fields + 2), tl.load(fields + 3)
     k_scale = tl.load(scales + layer * 2 * kv_heads + head)
     v_scale = tl.load(scales + (layer * 2 + 1) * kv_heads + head)
@@ -657,13 +656,11 @@ def seal(
     part = cold
     for CODEC in tl.static_range(5):
         if k_codec == CODEC:
-            NAME: tl.constexpr = _name(CODEC)
-            part = cold + _k_words(kv_heads, NAME, HEAD_DIM, GROUP)
-            _encode_keys(keys, d, cold, head, kv_heads, k_scale, NAME, HEAD_DIM, GROUP, CHANNELS)
+            part = cold + _k_words(kv_heads, _name(CODEC), HEAD_DIM, GROUP)
+            _encode_keys(keys, d, cold, head, kv_heads, k_scale, _name(CODEC), HEAD_DIM, GROUP, CHANNELS)
     for CODEC in tl.static_range(5):
         if v_codec == CODEC:
-            NAME: tl.constexpr = _name(CODEC)
-            _encode_values(values, d, part, head, kv_heads, v_scale, NAME, HEAD_DIM, GROUP, CHANNELS)
+            _encode_values(values, d, part, head, kv_heads, v_scale, _name(CODEC), HEAD_DIM, GROUP, CHANNELS)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)

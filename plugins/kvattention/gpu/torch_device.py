@@ -1,4 +1,4 @@
-"""Torch's memory and Triton's launcher: the kernels on a CUDA GPU, or interpreted on the CPU under TRITON_INTERPRET=1."""
+"""Torch's memory and Triton's launcher: kernels on a CUDA GPU, or interpreted on the CPU under TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class TorchDevice:
     def launch(self, launch: Launch) -> None:
         variant = launch.variant
         kernel = getattr(self.kernels, variant.kernel)
-        options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+        options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
         kernel[launch.grid](*launch.arguments, **variant.constants, **options)
