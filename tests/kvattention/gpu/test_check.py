@@ -153,6 +153,9 @@ def test_the_pages_table_is_replaced(compiler: Any, tmp_path: Path):
 def test_breaches_stand_out_in_the_table():
     bad = [judge(ATTEND, 80, cubin(ATTEND, 80, spilled=8)), judge(ATTEND, 89, CompileError("no"))]
     assert "| **64 · 1 · 50%: 8 bytes of registers spilled** | **does not compile** |" in markdown(bad)
+    other = Variant("append", "bf16", "int4", "int4", 64, 32)
+    assert "append" not in markdown([judge(other, 80, cubin(other, 80))])
+    assert "append-bf16" in markdown([judge(other, 80, cubin(other, 80, spilled=8))])
     assert table(bad).splitlines()[2].endswith("breach: no")
 
 
