@@ -1,4 +1,4 @@
-"""The kernels over the case table: interpreted in fp16 on any machine, compiled and in bf16 too where there is a GPU."""
+"""The kernels over the case table: interpreted in fp16 on any machine, compiled and in bf16 too on a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import kvattention
 from kvattention.cases import CASES, POISON, Case, Playback
 from kvattention.gpu.attention import GpuAttention
+from kvattention.gpu.goldens import in_bf16
 
 NewAttention = Callable[..., GpuAttention]
 
@@ -31,11 +32,6 @@ REPEATED = {
     ),
     "int2-g64": "k4v2-g64",
 }
-
-
-def in_bf16(case: Case) -> Case:
-    formats = tuple(tuple("bf16" if codec == "f16" else codec for codec in pair) for pair in case.formats)
-    return dataclasses.replace(case, name=f"{case.name}-in-bf16", hot="bf16", formats=formats)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
