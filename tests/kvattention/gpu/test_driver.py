@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver")
 
+from kvattention.cases import CASES, Case, Playback
 from kvattention.gpu import driver as driver_module
-from kvattention.gpu.compile import Cubin, KernelSet, write_index
+from kvattention.gpu.attention import GpuAttention
+from kvattention.gpu.compile import Cubin, KernelSet, write_cubins, write_index
 from kvattention.gpu.driver import ArgumentBuffer, ContextLaunchers, CubinLauncher, CudaDriver, CudaError, DriverDevice
+from kvattention.gpu.goldens import Played, expect
 from kvattention.gpu.launches import Launch, move_launch
-from kvattention.gpu.variants import MOVE, Variant
+from kvattention.gpu.variants import MOVE, Variant, needed
+from kvattention.reference import ReferenceAttention
 
 ATTEND = Variant("attend", "f16", "int4", "int2", 64, 32, 16)
 HIDDEN = ("*i8", "*i8")
@@ -375,3 +380,68 @@ def test_importing_loads_no_cuda_and_no_torch():
     code = "import sys, kvattention.gpu.driver; print(*{'torch', 'triton', 'cuda.bindings.driver'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Callable[[Case], DriverDevice]]:
+    """device(case): this machine's GPU with the kernels that the case needs, compiled for it."""
+    opened: list[DriverDevice] = []
+
+    def open_device(case: Case) -> DriverDevice:
+        with DriverDevice() as bare:
+            sm = bare.sm
+        write_cubins(tmp_path, needed(case.layers(), case.heads), sm)
+        opened.append(DriverDevice(tmp_path))
+        return opened[-1]
+
+    yield open_device
+    for one in opened:
+        one.close()
+
+
+def run_layer(device: DriverDevice, attention: GpuAttention, arena: Any, step: Any, index: int, layer: Any) -> Any:
+    q, k, v = (device.upload(x[index].astype(np.float16)) for x in (step.q, step.k, step.v))
+    return device.download(attention.paged_attention(q, k, v, arena, step.batch, layer)).astype(np.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plan-mixed", "k4v2-sinks", "e4m3-mixture", "int2-d80", "f16-g64"])
+def test_cubins_match_the_golden(name: str, device: Callable[[Case], DriverDevice]):
+    case = CASES[name]
+    playback, reference, gpu = Playback(case), ReferenceAttention(), device(case)
+    attention = GpuAttention(gpu, part_tokens=64)
+    arena = attention.allocate(playback.arena.size)
+    for lengths, step in zip(case.steps, playback, strict=True):
+        gpu.upload(playback.arena, into=arena.words)
+        outputs = [run_layer(gpu, attention, arena, step, i, layer) for i, layer in enumerate(playback.layers)]
+        attention.seal(arena, step.seal, playback.layers)
+        for i, layer in enumerate(playback.layers):
+            reference.paged_attention(step.q[i], step.k[i], step.v[i], playback.arena, step.batch, layer)
+        reference.seal(playback.arena, step.seal, playback.layers)
+        stored = gpu.download(arena.words)
+        np.testing.assert_array_equal(stored, playback.arena)
+        active = [s for s, n in enumerate(lengths) if n]
+        played = Played(active, step, outputs, stored, playback.arena)
+        for i, output in enumerate(outputs):
+            golden, tolerance = expect(playback, played, i, False)
+            assert (np.abs(output - golden) <= tolerance).all()
+
+
+@pytest.mark.gpu
+def test_a_captured_step_can_be_replayed(device: Callable[[Case], DriverDevice]):
+    case = CASES["int2-gqa3"]
+    playback, gpu = Playback(case), device(case)
+    step, layer = next(iter(playback)), playback.layers[0]
+    attention = GpuAttention(gpu, part_tokens=64)
+    arena = attention.allocate(playback.arena.size)
+    q, k, v = (gpu.upload(x[0].astype(np.float16)) for x in (step.q, step.k, step.v))
+    expected = gpu.download(
+        attention.paged_attention(q, k, v, arena, step.batch, layer)
+    )  # uploads lists, loads kernels
+    out = gpu.empty(q.shape, "float16")
+    with gpu.capture() as graph:
+        attention.paged_attention(q, k, v, arena, step.batch, layer, out)
+    gpu.upload(np.full(q.shape, np.nan, np.float16), into=out)
+    graph.launch()
+    np.testing.assert_array_equal(gpu.download(out), expected)
+    graph.close()

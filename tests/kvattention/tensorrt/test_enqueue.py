@@ -17,10 +17,11 @@ import pytest
 from kvattention import cases
 from kvattention.cases import CASES, Playback, Step
 from kvattention.gpu.attention import Arena, GpuAttention
-from kvattention.gpu.compile import Cubin, write_index
-from kvattention.gpu.driver import ContextLaunchers, DeviceArray
-from kvattention.gpu.launches import Launch
-from kvattention.gpu.variants import Variant, layer_variants
+from kvattention.gpu.compile import Cubin, write_cubins, write_index
+from kvattention.gpu.driver import ContextLaunchers, DeviceArray, DriverDevice
+from kvattention.gpu.launches import Launch, layer_scales
+from kvattention.gpu.schedule import make_schedule
+from kvattention.gpu.variants import Variant, layer_variants, needed
 from kvattention.layout import LayerSpec
 from kvattention.tensorrt import INPUTS, PluginFields, register
 from kvattention.tensorrt.fields import fields_to_collection
@@ -116,13 +117,14 @@ def seen(launches: Iterable[Launch]) -> list[Any]:
     ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_goldens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases' inputs without what should come out: nothing is computed here."""
     monkeypatch.setattr(cases, "attention", lambda q, *_, **__: q)
     monkeypatch.setattr(cases, "as_stored", lambda layer, k, v, cold: (k, v))
 
 
+@pytest.mark.usefixtures("no_goldens")
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_the_launches_are_those_of_gpu_attention(trt: ModuleType, case: Any):
     playback = Playback(case)
@@ -210,3 +212,43 @@ def test_enqueueing_only_launches(trt: ModuleType, tmp_path: Path):
     assert driver.calls == ["cuLaunchKernel"] * 4
     plugin.attach_to_context(None)
     assert "cuModuleLoadData" not in driver.calls  # another context of the same device shares them
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int2-gqa3", "k4v2-sinks", "e4m3-mixture"])
+def test_an_engine_computes_what_gpu_attention_does(
+    trt: ModuleType, small_engine: ModuleType, tmp_path: Path, name: str
+):
+    """A first step through TensorRT, and through `GpuAttention` on the same kernels: the same bits, twice."""
+    case, layer, step = first_step(name)
+    with DriverDevice() as bare:
+        sm = bare.sm
+    if not hasattr(trt.ComputeCapability, f"SM{sm}"):
+        pytest.skip(f"{trt.__name__} does not build for SM{sm}")
+    write_cubins(tmp_path, needed([layer], case.heads), sm)
+    register(trt, tmp_path)
+    parsed = small_engine.Parsed(trt, small_engine.attention_model([PluginFields.from_layer(0, layer, case.heads)]))
+    plan = parsed.build(sm)
+    assert plan is not None, parsed.said
+    with DriverDevice(tmp_path) as device:
+        arrays = {
+            key: device.upload(x[0].astype(np.float16)) for key, x in zip("qkv", (step.q, step.k, step.v), strict=True)
+        }
+        arena = device.allocate(Playback(case).arena.size)
+        out = GpuAttention(device).paged_attention(*arrays.values(), arena, step.batch, layer)
+        expected, stored = device.download(out), device.download(arena.words)
+        schedule = make_schedule(step.batch, case.heads, layer.kv_heads, layer.group_size)
+        arrays |= {key: device.upload(getattr(schedule, key)) for key in INPUTS[5:]}
+        arrays |= {"arena": arena.pointer, "scales": device.upload(layer_scales([layer])[0])}
+        device.upload(np.zeros(arena.words.shape, np.int32), into=arena.words)
+        engine = trt.Runtime(parsed.logger).deserialize_cuda_engine(plan)
+        context = engine.create_execution_context()
+        for key, array in arrays.items():
+            assert context.set_input_shape(key, array.shape), parsed.said
+            assert context.set_tensor_address(key, array.address)
+        again = device.empty(out.shape, "float16")
+        assert context.set_tensor_address("attended_0", again.address)
+        for _ in range(2):
+            assert context.execute_async_v3(device.stream), parsed.said
+            np.testing.assert_array_equal(device.download(again), expected)
+            np.testing.assert_array_equal(device.download(arena.words), stored)

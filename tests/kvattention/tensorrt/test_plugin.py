@@ -13,12 +13,19 @@ import pytest
 
 from kvattention.cases import CASES
 from kvattention.gpu.schedule import workspace_bytes
-from kvattention.tensorrt import INPUTS, PLUGIN_NAME, PLUGIN_NAMESPACE, PluginFields, register
+from kvattention.tensorrt import INPUTS, PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, PluginFields, register
 from kvattention.tensorrt.fields import fields_from_collection, fields_to_collection
 from kvattention.tensorrt.plugin import creator_class
 
 CASE = CASES["plan-mixed"]
 FIELDS = [PluginFields.from_layer(index, layer, CASE.heads) for index, layer in enumerate(CASE.layers())]
+
+
+def test_the_order_of_inputs_is_fixed():
+    """Engines are built with it: changing it means a new PLUGIN_VERSION."""
+    names = "q k v arena scales sequences table appends narrow wide merges"
+    assert PLUGIN_VERSION == "1"
+    assert list(INPUTS) == names.split()
 
 
 def registered(trt: Any) -> Any:
