@@ -20,7 +20,7 @@ from lowkv.models.checkpoint import WeightsFormat, open_checkpoint
 from lowkv.models.decoder import Decoder
 from lowkv.models.quantized import assembled
 from lowkv.recipe import KVCacheConfig, LmHeadConfig, ModelSource, Recipe, WeightsConfig
-from lowkv.serving.executor import TorchExecutor
+from lowkv.serving.torch_executor import TorchExecutor
 
 FORMS: dict[str, dict[str, Any]] = {
     "int4": {"quantization": "int4", "group_size": 32},
