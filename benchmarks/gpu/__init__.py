@@ -1,0 +1,1 @@
+"""The sections of `gpu_check.py`; each writes rows into a `Report` as they come."""
