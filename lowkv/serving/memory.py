@@ -48,10 +48,14 @@ def check_fits(footprint: Footprint, free: int, where: str) -> None:
     )
 
 
-def torch_workspace(config: ModelConfig, serving: ServingConfig) -> int:
-    """Bytes of activations that the Torch decoder holds at once in a full step; an upper estimate."""
+def torch_workspace(config: ModelConfig, serving: ServingConfig, *, quantized: bool = False) -> int:
+    """Bytes that the Torch decoder takes at once in a full step, beside its weights; an upper estimate.
+
+    `quantized` weights are decoded for every product: codes and two 16-bit forms of the largest matrix.
+    """
     tokens, rows = serving.max_tokens_per_step, serving.max_sequences
     qkv = config.q_width + 2 * config.kv_width
     per_token = 3 * config.hidden + 3 * qkv + 5 * config.intermediate  # 16-bit values of one layer
     logits = 3 * config.vocab + config.hidden  # float32: logits, top-k's copy, log-sum-exp's
-    return 2 * tokens * per_token + 4 * rows * logits + TORCH_RESERVE
+    decoded = 5 * config.hidden * 2 * config.intermediate if quantized else 0
+    return 2 * tokens * per_token + 4 * rows * logits + decoded + TORCH_RESERVE

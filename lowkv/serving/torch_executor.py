@@ -112,6 +112,8 @@ class CopiedMemory:
         self._copied = torch.cuda.Event() if self._locked else None  # type: ignore[no-untyped-call]
 
     def upload(self, *arrays: NDArray[np.int64]) -> tuple[Tensor, ...]:
+        if self._locked:
+            torch.cuda.set_device(self.device)  # a thread's own setting, and the thread that steps may be another
         sizes = [len(array) for array in arrays]
         if self._copied is not None:
             self._copied.synchronize()  # a step without candidates does not wait: its copy may still be on its way
@@ -166,8 +168,10 @@ def open_on_cuda(engine: EngineDir, budget: int, device_id: int) -> TorchExecuto
     from lowkv.kvcache import KVCache
 
     device = _cuda_device(device_id)
+    torch.cuda.set_device(device)
     free, _ = torch.cuda.mem_get_info(device)
-    workspace = torch_workspace(engine.model_config, engine.recipe.serving)
+    quantized = engine.recipe.weights.quantization != "none"
+    workspace = torch_workspace(engine.model_config, engine.recipe.serving, quantized=quantized)
     where = f"GPU {device_id} ({torch.cuda.get_device_name(device)})"
     check_fits(Footprint(budget, engine.weight_bytes, workspace), free, where)
     fp8_query = engine.recipe.kv_cache.fp8_query

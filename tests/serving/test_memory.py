@@ -38,5 +38,6 @@ def test_the_workspace_grows_with_what_a_step_may_hold(tiny_checkpoint: Path) ->
     assert base > TORCH_RESERVE
     tokens = torch_workspace(config, replace(small, max_tokens_per_step=16))
     assert tokens - base == 2 * 8 * (3 * 64 + 3 * (64 + 2 * 32) + 5 * 128)
+    assert torch_workspace(config, small, quantized=True) - base == 5 * 64 * 2 * 128
     rows = torch_workspace(config, replace(small, max_sequences=8))
     assert rows - base == 4 * 4 * (3 * 257 + 64)
