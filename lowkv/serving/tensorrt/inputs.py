@@ -12,7 +12,8 @@ the kernels skip, and tokens that no sequence owns, whose outputs are not read.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,7 @@ class Layout:
         return packed[start : start + prod(self.shapes[name])].reshape(self.shapes[name])
 
 
+@lru_cache(maxsize=256)  # steps are alike
 def input_layout(dims: StepLimits) -> Layout:
     """Where the inputs of a step of these lengths lie, `arena` aside."""
     return Layout.of({name: shape for name, shape in dims.shapes().items() if name != ARENA})
@@ -125,7 +127,7 @@ def padded(dims: StepLimits, most: StepLimits) -> StepLimits:
 
     A sequence's merge is there or not, and costs nothing when it is not: as many as sequences saves half the graphs.
     """
-    wanted = asdict(dims) | {"C": max(dims.C, dims.S)}
+    wanted = vars(dims) | {"C": max(dims.C, dims.S)}
     return StepLimits(**{name: min(_power_of_2(size), getattr(most, name)) for name, size in wanted.items()})
 
 
