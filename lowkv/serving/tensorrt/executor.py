@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from lowkv.engine.tensorrt.profiles import ARENA
 from lowkv.errors import LowkvError
 from lowkv.serving.executor import Candidates
-from lowkv.serving.tensorrt.inputs import ARENA, OUTPUTS, input_layout, output_layout, step_inputs
+from lowkv.serving.tensorrt.inputs import OUTPUTS, input_layout, output_layout, step_inputs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

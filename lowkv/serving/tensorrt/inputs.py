@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvattention.gpu.schedule import make_schedule, pad_schedule
-from lowkv.engine.tensorrt.profiles import StepLimits
+from lowkv.engine.tensorrt.profiles import ARENA, StepLimits
 from lowkv.serving.executor import step_positions
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """In 4-byte words: 256 bytes, as the device's own allocations are aligned."""
 
-ARENA = "arena"
 OUTPUTS = ("values", "ids", "lse")
 
 Shape = tuple[int, ...]
