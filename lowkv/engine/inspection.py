@@ -7,6 +7,7 @@ engine of weights by the header of its weights file. Neither needs a GPU, Tensor
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from lowkv.engine.directory import EngineDir
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+_LAYER = re.compile(r"layers\.([0-9]+)\.")
+"""How the names of a layer's operators begin (see `export`)."""
 
 
 def inspect_engine(engine: EngineDir) -> dict[str, Any]:
@@ -42,9 +46,8 @@ def inspect_engine(engine: EngineDir) -> dict[str, Any]:
     if report is None:
         weights, head = _stored_weights(engine.path / "weights.safetensors")
         return plain | {"layers": _layers(engine, weights), "lm_head": {"stored": head, "effective": head}}
-    matrices = _by_layer(report["matrices"], engine.model_config.layers)
     head = report["lm_head"]
-    plain["layers"] = _layers(engine, matrices)
+    plain["layers"] = _layers(engine, _by_layer(report["matrices"]))
     plain["lm_head"] = {"name": head["name"], "stored": head["weights"], "effective": effective_precision(head)}
     plain["plugins"] = [{"name": layer["name"], **layer["fields"]} for layer in report["attention"]]
     for key in ("inputs", "outputs", "profiles", "builder"):
@@ -68,14 +71,13 @@ def _layers(engine: EngineDir, weights: Mapping[int, str]) -> list[dict[str, Any
     ]
 
 
-def _by_layer(matrices: list[dict[str, Any]], layers: int) -> dict[int, str]:
-    """Layer -> how the weights of its matrices are stored. The network has as many for each, in the layers' order."""
-    each = len(matrices) // layers
-    found = {}
-    for layer in range(layers):
-        kinds = dict.fromkeys(_stored(matrix) for matrix in matrices[layer * each : (layer + 1) * each])
-        found[layer] = ", ".join(kinds)
-    return found
+def _by_layer(matrices: list[dict[str, Any]]) -> dict[int, str]:
+    """Layer -> how the weights of its matrices are stored."""
+    found: dict[int, dict[str, None]] = {}
+    for matrix in matrices:
+        if match := _LAYER.match(matrix["name"]):
+            found.setdefault(int(match[1]), {})[_stored(matrix)] = None
+    return {layer: ", ".join(kinds) for layer, kinds in found.items()}
 
 
 def _stored(matrix: Mapping[str, Any]) -> str:

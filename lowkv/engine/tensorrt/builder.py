@@ -197,16 +197,16 @@ def _errors_of(backend: Backend) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError) as error:
-        raise LowkvError(f"{backend} does not start here", got=_words(backend) or str(error)) from error
+        raise LowkvError(f"{backend} does not start here: {_words(backend) or error}") from error
 
 
 def _parse_error(parser: Any, backend: Backend) -> LowkvError:
     errors = [parser.get_error(index) for index in range(parser.num_errors)]
     if not errors:
-        return LowkvError(f"{backend} cannot read the exported network", got=_words(backend))
+        return LowkvError(f"{backend} cannot read the exported network: {_words(backend)}")
     first = errors[0]
     where = f"layer {first.node_name()} ({first.node_operator()})" if first.node_name() else "the exported network"
-    return LowkvError(f"{backend} does not take {where}", got=first.desc())
+    return LowkvError(f"{backend} does not take {where}: {first.desc()}")
 
 
 def _build_error(backend: Backend, network: Any, sm: int) -> LowkvError:
@@ -215,7 +215,7 @@ def _build_error(backend: Backend, network: Any, sm: int) -> LowkvError:
     # The longest: `layers.1` is also in every message about `layers.11`.
     layer = max((name for name in names if name in words), key=len, default=None)
     where = "the network" if layer is None else f"layer {layer}"
-    return LowkvError(f"{backend} cannot build {where} for SM{sm}", got=words)
+    return LowkvError(f"{backend} cannot build {where} for SM{sm}: {words}")
 
 
 def _words(backend: Backend) -> str:

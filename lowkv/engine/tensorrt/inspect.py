@@ -33,7 +33,7 @@ def engine_information(engine: EngineDir) -> dict[str, Any]:
     runtime = trt.Runtime(messages)
     plan = runtime.deserialize_cuda_engine((engine.path / PLAN).read_bytes())
     if plan is None:
-        raise LowkvError(f"{backend} cannot read the plan", got=" | ".join(messages.errors))
+        raise LowkvError(f"{backend} cannot read the plan: {' | '.join(messages.errors)}")
     text = plan.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
     information: dict[str, Any] = json.loads(text)
     return information

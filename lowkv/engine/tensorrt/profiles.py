@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from kvattention.gpu.schedule import MAX_PARTS, PART_TOKENS, group_heads, narrow_rows, wide_rows
+from lowkv.errors import LowkvError
 
 if TYPE_CHECKING:
     from lowkv.kvcache.plan import CachePlan
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from lowkv.recipe import Recipe
 
 Shape = tuple[int, ...]
+
+MAX_ELEMENTS = 2**31
+"""Of a tensor, and one too many."""
 
 ARENA = "arena"
 """The one input without a dynamic dimension: the arena's address."""
@@ -77,8 +81,12 @@ class Profile:
 
 
 def engine_profiles(recipe: Recipe, config: ModelConfig, plan: CachePlan) -> tuple[Profile, Profile]:
-    """(prefill, decode)."""
+    """(prefill, decode).
+
+    Raises `LowkvError` for limits with which a tensor would have more elements than TensorRT counts.
+    """
     serving = recipe.serving
+    _check_elements(serving.max_tokens_per_step, serving.max_sequences, config)
     length = min(serving.max_model_len or config.max_positions, config.max_positions)
     gqa = group_heads(config.heads, config.kv_heads)
     return (
@@ -90,6 +98,19 @@ def engine_profiles(recipe: Recipe, config: ModelConfig, plan: CachePlan) -> tup
         ),
         Profile("decode", decode_limits(serving.max_sequences, length=length, group_size=plan.group_size)),
     )
+
+
+def _check_elements(tokens: int, sequences: int, config: ModelConfig) -> None:
+    """TensorRT does not refuse a tensor of 2^31 elements, it ends the process."""
+    widest = max(2 * config.intermediate, config.q_width + 2 * config.kv_width)
+    limits = (("max_tokens_per_step", tokens, widest), ("max_sequences", sequences, config.vocab))
+    for name, value, width in limits:
+        if value * width >= MAX_ELEMENTS:
+            raise LowkvError(
+                f"serving.{name} makes a tensor too large for TensorRT",
+                got=value,
+                expected=f"at most {(MAX_ELEMENTS - 1) // width} with this model, whose rows are {width} wide",
+            )
 
 
 def prefill_limits(sequences: int, tokens: int, *, length: int, gqa: int, group_size: int) -> StepLimits:

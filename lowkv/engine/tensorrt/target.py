@@ -55,7 +55,7 @@ class TensorRTTarget:
         from lowkv.engine.tensorrt.backend import choose_backend
 
         backend, sm = choose_backend(recipe.tensorrt.sm)
-        _check_kernels(recipe, sm)
+        _check_fp8(recipe, sm)
         return {
             "flavour": backend.flavour,
             "tensorrt": backend.version,
@@ -90,11 +90,13 @@ class TensorRTTarget:
         from lowkv.engine.tensorrt.backend import choose_backend
         from lowkv.engine.tensorrt.builder import build_plan
         from lowkv.engine.tensorrt.export import export_onnx
+        from lowkv.engine.tensorrt.profiles import engine_profiles
         from lowkv.kvcache.plan import CachePlan
 
         config = checkpoint.config
         plan = CachePlan.from_config(config, recipe.kv_cache)
         backend, sm = choose_backend(recipe.tensorrt.sm)
+        engine_profiles(recipe, config, plan)  # refuses what cannot be, before minutes of work
         before = set(folder.iterdir())
         onnx = export_onnx(checkpoint, config, plan, recipe, folder / ONNX, progress)
         exported = sorted(path for path in folder.iterdir() if path not in before)
@@ -172,7 +174,7 @@ def write_kernels(
     try:
         names = write_cubins(folder, variants, sm, lambda done, total, name: progress.advance(1))
     except CompileError as error:
-        raise LowkvError(f"the GPU kernels cannot be compiled for SM{sm}", got=str(error)) from error
+        raise LowkvError(f"the GPU kernels cannot be compiled for SM{sm}: {error}") from error
     return tuple(f"{folder.name}/{name}" for name in names)
 
 
@@ -190,9 +192,13 @@ def _version(package: str) -> str:
         raise LowkvError(f"{package} is not installed", fix="pip install 'lowkv[cpu,tensorrt]'") from error
 
 
-def _check_kernels(recipe: Recipe, sm: int) -> None:
-    """For recipes that leave sm to the machine; those that name it were checked when they were read."""
-    if recipe.kv_cache.fp8_query and sm < 89:
-        raise LowkvError(
-            "kv_cache.fp8_query needs FP8 tensor cores", got=f"SM{sm}", expected="SM89 or later", fix="leave it out"
-        )
+def _check_fp8(recipe: Recipe, sm: int) -> None:
+    """FP8 arithmetic came with SM89; FP8 keys and values are decoded to 16 bit, and need none."""
+    for key, used in (
+        ("kv_cache.fp8_query", recipe.kv_cache.fp8_query),
+        ("weights.quantization: fp8", recipe.weights.quantization == "fp8"),
+    ):
+        if used and sm < 89:
+            raise LowkvError(
+                f"{key} needs FP8 tensor cores", got=f"SM{sm}", expected="SM89 or later", fix="leave it out"
+            )

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from kvattention.batch import RaggedBatch
 from kvattention.gpu.schedule import Schedule, make_schedule
 from lowkv.engine.tensorrt.profiles import INPUTS, StepLimits, decode_limits, engine_profiles, prefill_limits
+from lowkv.errors import LowkvError
 from lowkv.kvcache.plan import CachePlan
 from lowkv.models.config import ModelConfig, RopeConfig
 from lowkv.recipe import KVCacheConfig, ModelSource, Recipe, ServingConfig
 
 GROUP = 32
+CONFIG = ModelConfig("llama", 2, 64, 4, 2, 16, 128, 257, 1e-5, RopeConfig(), 2048, True, False, False, (None, None))
 
 
 def batch(steps: list[tuple[int, int]]) -> RaggedBatch:
@@ -78,11 +80,26 @@ def test_no_decode_step_is_beyond_the_decode_profile(past: list[int], gqa: int) 
     assert_within(make_schedule(batch([(stored, 1) for stored in past]), gqa, 1, GROUP), limits)
 
 
+@pytest.mark.parametrize(
+    ("serving", "message"),
+    [
+        (
+            {"max_tokens_per_step": 2**23},
+            r"max_tokens_per_step .*: got 8388608, expected at most 8388607 with .* 256 wide",
+        ),
+        ({"max_sequences": 8355968, "max_tokens_per_step": 8355968}, r"max_sequences .*expected at most 8355967 with"),
+    ],
+)
+def test_limits_beyond_what_tensorrt_counts_are_refused(serving: dict[str, int], message: str) -> None:
+    recipe = Recipe("r", ModelSource("folder", "m"), serving=ServingConfig(**serving))
+    with pytest.raises(LowkvError, match=message):
+        engine_profiles(recipe, CONFIG, CachePlan.from_config(CONFIG, recipe.kv_cache))
+
+
 def test_profiles_come_from_the_recipe_and_the_model() -> None:
-    config = ModelConfig("llama", 2, 64, 4, 2, 16, 128, 257, 1e-5, RopeConfig(), 2048, True, False, False, (None, None))
     serving = ServingConfig(max_sequences=8, max_tokens_per_step=100, max_model_len=1000)
     recipe = Recipe("r", ModelSource("folder", "m"), kv_cache=KVCacheConfig(group_size=64), serving=serving)
-    prefill, decode = engine_profiles(recipe, config, CachePlan.from_config(config, recipe.kv_cache))
+    prefill, decode = engine_profiles(recipe, CONFIG, CachePlan.from_config(CONFIG, recipe.kv_cache))
     assert (prefill.name, decode.name) == ("prefill", "decode")
     shapes = {name: (smallest, largest) for name, smallest, largest in prefill.ranges()}
     assert list(shapes) == list(INPUTS)
@@ -92,4 +109,4 @@ def test_profiles_come_from_the_recipe_and_the_model() -> None:
     assert {name: largest for name, _, largest in decode.ranges()}["tokens"] == (8,)
     # No model is longer than itself.
     longer = Recipe("r", ModelSource("folder", "m"), serving=ServingConfig(max_model_len=10**6))
-    assert engine_profiles(longer, config, CachePlan.from_config(config, longer.kv_cache))[0].limits.B == 2048 // 32
+    assert engine_profiles(longer, CONFIG, CachePlan.from_config(CONFIG, longer.kv_cache))[0].limits.B == 2048 // 32

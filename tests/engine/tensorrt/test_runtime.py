@@ -117,8 +117,9 @@ def test_torch_runs_no_tensorrt_engine() -> None:
     assert find_decoder_target("cuda") is find_target("cuda")
 
 
-def test_fp8_queries_need_a_gpu_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe that names the GPU is refused when it is read; one that leaves it to the machine, here."""
+def test_fp8_arithmetic_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe that names the GPU is refused when it is read, for its queries; one that leaves it to the machine,
+    here."""
     from lowkv.engine.tensorrt import backend
     from lowkv.gpus import Gpu
 
@@ -132,3 +133,6 @@ def test_fp8_queries_need_a_gpu_that_has_them(monkeypatch: pytest.MonkeyPatch) -
     )
     with pytest.raises(LowkvError, match=r"fp8_query needs FP8 tensor cores: got 'SM80', expected SM89 or later"):
         TensorRTTarget().built_with(recipe)
+    weights = replace(recipe, weights=WeightsConfig("float16", "fp8"), kv_cache=KVCacheConfig(format="kivi2"))
+    with pytest.raises(LowkvError, match=r"weights\.quantization: fp8 needs FP8 tensor cores: got 'SM80'"):
+        TensorRTTarget().built_with(replace(weights, tensorrt=TensorRTConfig(80)))
