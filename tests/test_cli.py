@@ -77,6 +77,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["build", "missing.yaml"], "cannot read recipe missing.yaml"),
         (["repo", "missing"], "missing"),
         (["repo", "missing", "--budget", "64M"], "did you mean MiB?"),
+        (["repo", "missing", "--gpus", "all"], "--gpus is not a list of GPU ids"),
         (["serve", "missing"], "not a model repository of lowkv"),
         (["eval", "missing"], "missing"),
     ],
