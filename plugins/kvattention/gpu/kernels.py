@@ -248,7 +248,9 @@ def _update(scores, visible, values, total, peak, weight, FP8: tl.constexpr):
     weight = weight * fade + tl.sum(p, 1)
     total = total * fade[:, None]
     if FP8:
-        total = tl.dot(_e4m3_codes(p * P_SCALE).to(tl.float8e4nv, bitcast=True), values, total)
+        p = _e4m3_codes(p * P_SCALE).to(tl.float8e4nv, bitcast=True)
+        # Hopper sums FP8 products in less than float32 unless told to add up every 32 of them.
+        total = tl.dot(p, values, total, max_num_imprecise_acc=32)
     else:
         total = tl.dot(p.to(values.dtype), values, total)
     return total, higher, weight
@@ -283,6 +285,7 @@ def attend(
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OWN: tl.constexpr,
     ROWS: tl.constexpr,
     FP8_QUERY: tl.constexpr,
 ):
@@ -385,7 +388,6 @@ def attend(
         total, peak, weight = _update(scores, visible, values, total, peak, weight, False)
 
     # The step's own tokens, from k and v: at model precision also where append writes them to a cold block.
-    OWN: tl.constexpr = min(64, ROWS)
     own_begin = tl.maximum(first - reach + 1, 0)
     own_end = tl.where(own > 0, first + count, own_begin)
     for index in range(own_begin, own_end, OWN):

@@ -128,6 +128,7 @@ class Variant:
                 "BLOCK_D": self.block_d,
                 "GROUP": self.group_size,
                 "BLOCKS": self.blocks,
+                "OWN": min(self._keys, self.rows),
                 "ROWS": self.rows,
                 "FP8_QUERY": self.fp8_query,
             }
@@ -158,7 +159,12 @@ class Variant:
     @property
     def blocks(self) -> int:
         """attend: blocks per iteration."""
-        return max(1, 64 // self.group_size)
+        return max(1, self._keys // self.group_size)
+
+    @property
+    def _keys(self) -> int:
+        """attend: keys per iteration, where blocks are not longer."""
+        return 64 if self.block_d <= 128 else 32
 
     @property
     def channels(self) -> int:
@@ -167,14 +173,17 @@ class Variant:
 
     @property
     def num_warps(self) -> int:
-        if self.kernel == "attend" and self.head_dim > 128:
+        """Enough for the tiles to stay in registers on every architecture; the static check compiles and looks."""
+        if self.kernel == "attend" and (self.rows * self.block_d > 4096 or self.block_d > 128):
             return 8
         return 4
 
     @property
     def num_stages(self) -> int:
-        """Iterations in flight."""
-        return 2 if self.kernel == "attend" else 1
+        """attend: iterations in flight, where tiles are small enough for registers and shared memory (99 KiB)."""
+        if self.kernel != "attend" or self.rows * self.block_d > 4096:
+            return 1
+        return 2 if self.blocks * self.group_size * self.block_d <= 64 * 128 else 1
 
 
 @lru_cache(maxsize=1024)

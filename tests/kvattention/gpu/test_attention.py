@@ -19,6 +19,12 @@ NewAttention = Callable[..., GpuAttention]
 # Left out where kernels are interpreted, at seconds each: what they cover is covered by the cases named.
 REPEATED = {
     "f16-sinks": "e4m3-sinks and plan-mixed",
+    "int4-mixture": "k4v2-sinks and int2-mixture",
+    "k4v2-mixture": "k4v2-sinks and int2-mixture",
+    **dict.fromkeys(
+        [f"k4v2-{values}" for values in ("outlier", "constant", "extreme")], "int4 and int2 of these values"
+    ),
+    **dict.fromkeys(["f16-outlier", "f16-constant"], "f16-mixture and f16-extreme"),
     "int4-sinks": "k4v2-sinks",
     "int2-sinks": "k4v2-sinks",
     "int4-window": "e4m3-window and int2-window",
@@ -49,7 +55,7 @@ def test_matches_the_golden_in_bf16(case: Case, new_attention: NewAttention, sta
     stage.check(new_attention(), in_bf16(case))
 
 
-@pytest.mark.parametrize("name", ["e4m3-mixture", "e4m3-window", "e4m3-d80", "e4m3-extreme", "plan-mixed"])
+@pytest.mark.parametrize("name", ["e4m3-window", "e4m3-d80", "e4m3-outlier"])
 def test_fp8_queries(name: str, new_attention: NewAttention, stage: SimpleNamespace) -> None:
     stage.check(new_attention(fp8_query=True), CASES[name])
 
