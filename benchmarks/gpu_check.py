@@ -48,7 +48,7 @@ def main() -> int:
         return 0
     report = Report(options.out, machine(device), 60 * options.minutes)
     if "kernels" in options.only:
-        with report.section("kernels", 0.42, kernels.render) as section:
+        with report.section("kernels", 0.55, kernels.render) as section:
             kernels.run(section, device, fp8, options.rehearse)
     if "attention" in options.only:
         with report.section("attention", 0.5, attention.render) as section:

@@ -187,6 +187,7 @@ class PagedCache:
             self.table[:, -1] = self._hot_start + np.arange(contents.batch) * (hot.words // UNIT_WORDS)
             self._write(contents.k[newest], contents.v[newest], self.table[:, -1], False)
         cold_blocks = contents.blocks - 1 if self.sealed else 0
+        self._decoded: tuple[np.ndarray, np.ndarray] | None = None
         self.bytes_read = contents.batch * (cold_blocks * cold.bytes + (contents.blocks - cold_blocks) * hot.bytes)
 
     def step(self, q: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -198,17 +199,20 @@ class PagedCache:
         out = torch.empty_like(q)
         return lambda: self.attention.paged_attention(q, k, v, self.arena, batch, self.layer, out)
 
-    def decoded(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-        """k, v [T, Hkv, D] of a sequence, decoded on the CPU as the reference does; the own token is the hot one."""
+    def decoded(self) -> tuple[np.ndarray, np.ndarray]:
+        """k, v [T, Hkv, D] of the last sequence, decoded on the CPU as the reference does; once a step has run."""
+        if self._decoded is not None:
+            return self._decoded
         pieces = []
-        for block, offset in enumerate(self.table[sequence]):
+        for block, offset in enumerate(self.table[-1]):
             cold = self.sealed and block < self.contents.blocks - 1
             layout = self.layer.cold if cold else self.layer.hot
             start = int(offset) * UNIT_WORDS
             record = self.arena.words[start : start + layout.words].cpu().numpy()
             pieces.append(layout.decode(record, self.layer.k_scales, self.layer.v_scales))
         k, v = (np.concatenate(part, axis=1).swapaxes(0, 1) for part in zip(*pieces, strict=True))
-        return k, v
+        self._decoded = k, v
+        return self._decoded
 
     def _write(self, k: torch.Tensor, v: torch.Tensor, offsets: np.ndarray, cold: bool) -> None:
         """Blocks [N, G, Hkv, D] into slots, each as a sequence of its own: what is stored is the same."""
@@ -320,11 +324,9 @@ def _error(
         return float((out - expected).norm() / expected.norm())
     if not decode:
         return None
-    sequence = len(q) - 1
-    k, v = cache.decoded(sequence)
-    one = q[sequence : sequence + 1].float().cpu().numpy()
-    wanted = formula(one, k, v, softmax_scale=cache.layer.softmax_scale)
-    found = sides[name]()[sequence].float().cpu().numpy()
+    found = sides[name]()[-1].float().cpu().numpy()
+    k, v = cache.decoded()
+    wanted = formula(q[-1:].float().cpu().numpy(), k, v, softmax_scale=cache.layer.softmax_scale)
     return float(np.linalg.norm(found - wanted[0]) / np.linalg.norm(wanted))
 
 

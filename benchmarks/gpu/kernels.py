@@ -115,6 +115,7 @@ def _results(jobs: list[Job], section: Section, processes: int) -> Iterator[dict
         for job in jobs:
             yield from run_job(job)
         return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes' own: goldens in NumPy, one core each
     pool = multiprocessing.get_context("spawn").Pool(processes)
     try:
         arriving = pool.imap_unordered(run_job, jobs)
@@ -138,7 +139,12 @@ def _sanitize(section: Section, device: str) -> None:
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # a block per tensor: overruns are seen
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=max(20.0, section.left), check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=max(20.0, min(75.0, section.left)),
+            check=False,
         )
     except subprocess.TimeoutExpired:
         section.note("compute-sanitizer: no verdict in time")

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("cuda.bindings.driver")
-
 from kvattention.gpu.attention import GpuAttention
 from kvattention.gpu.compile import Cubin, write_index
 from kvattention.gpu.driver import DriverDevice
@@ -248,6 +246,7 @@ class Rig:
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     """rig(format, graphs=...) -> Rig."""
+    pytest.importorskip("cuda.bindings.driver")
     made: list[DriverDevice] = []
 
     @dataclass(frozen=True)
