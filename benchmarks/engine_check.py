@@ -113,7 +113,7 @@ def _failures(recipe: Recipe, entry: dict[str, Any]) -> list[str]:
     facts = (
         ("plugin layers", [(plugin["layer"], plugin["k"], plugin["v"]) for plugin in entry["plugins"]], wanted),
         ("weights", entry["weights"], [stored]),
-        ("lm_head", entry["lm_head"], recipe.lm_head.dtype),
+        ("lm_head", entry["lm_head"], recipe.lm_head.effective),
     )
     failures = [f"{what} are {got}, not {expected}" for what, got, expected in facts if got != expected]
     if entry["seconds"]["total"] > MAX_SECONDS:

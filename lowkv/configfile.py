@@ -69,6 +69,16 @@ def integer(key: str, value: object, *, minimum: int, maximum: int | None = None
         raise ConfigError((key,), "is out of range", got=value, expected=bounds)
 
 
+def number(key: str, value: object, minimum: float, maximum: float) -> None:
+    """Raises ConfigError unless `value` is None or a number in the bounds, both included."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError((key,), "has the wrong type", got=value, expected="a number")
+    if not minimum <= value <= maximum:
+        raise ConfigError((key,), "is out of range", got=value, expected=f"{minimum:g} to {maximum:g}")
+
+
 def text(key: str, value: object) -> None:
     """Raises ConfigError unless `value` is a string that is not empty."""
     if not isinstance(value, str) or not value:

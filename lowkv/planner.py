@@ -293,7 +293,7 @@ def report_from_recipe(recipe: Recipe, model: ModelConfig, options: PlanOptions)
     if options.format is not None:
         kv = replace(kv, format=options.format, residual_length=None, sink_tokens=None, overrides={})
     load = options.load(recipe.serving, recipe.serving.max_sequences)
-    lm_head = recipe.lm_head.dtype if options.weights_dtype is None else None
+    lm_head = recipe.lm_head.effective if options.weights_dtype is None else None
     weights = recipe.weights
     stored = weights.dtype if weights.quantization == "none" else weights.quantization
     return _report(recipe.name, model, kv, load, options, stored, lm_head)

@@ -11,11 +11,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lowkv.configfile import ConfigError, Key, byte_size, check_keys, choice, integer, mapping, read_document, text
+from lowkv.configfile import (
+    ConfigError,
+    Key,
+    byte_size,
+    check_keys,
+    choice,
+    integer,
+    mapping,
+    number,
+    read_document,
+    text,
+)
 from lowkv.kvcache.formats import FORMATS
 
 GROUP_SIZES = (32, 64, 128)
@@ -25,8 +36,10 @@ _TARGETS = ("cpu", "cuda", "tensorrt")
 _QUANTIZATIONS = ("none", "int4", "fp8")
 SMS = (80, 86, 89, 90, 120)
 """Compute capabilities, times ten, that the GPU kernels are compiled for."""
+AUTO = "auto"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RANGE = re.compile(r"([0-9]+)-([0-9]+)")
+_END = re.compile(r"(first|last):([1-9][0-9]*)")
 _SOURCES = {
     "pypi": (re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!]+"), "pypi:NAME==VERSION"),
     "folder": (re.compile(r".+"), "folder:PATH"),
@@ -122,10 +135,43 @@ class WeightsConfig:
 class LmHeadConfig:
     """The dtype of the last matrix product, which makes the logits: rounding it rounds the answer itself."""
 
-    dtype: str = "float32"
+    dtype: str = "auto"
+    """`auto` is float32: the product is a small part of a step, and its rounding the largest of all."""
 
     def __post_init__(self) -> None:
-        choice("dtype", self.dtype, _DTYPES)
+        choice("dtype", self.dtype, ("auto", *_DTYPES))
+
+    @property
+    def effective(self) -> str:
+        """The dtype that `auto` stands for."""
+        return "float32" if self.dtype == "auto" else self.dtype
+
+
+@dataclass(frozen=True)
+class ScalesConfig:
+    """Where the static scales of 8-bit formats come from; formats of 2 and 4 bits carry their own."""
+
+    source: Literal["none", "random", "dataset", "checkpoint"] = "none"
+    """`none`: 1.0. `random`: measured on random tokens. `dataset`: on text. `checkpoint`: as the model's files say."""
+    granularity: Literal["tensor", "head", "channel"] = "head"
+    """Values that share a scale: a layer's K (or V), a head's, or a channel's (K only; V then has one a head)."""
+    estimator: Literal["amax", "percentile", "mse"] = "amax"
+    """The largest magnitude, its 99.99th percentile, or the one that loses least by rounding."""
+    text: str | None = None
+    """A .txt or .jsonl file for `dataset`; None is an excerpt of Wikipedia out of a package."""
+    tokens: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choice("source", self.source, ("none", "random", "dataset", "checkpoint"))
+        choice("granularity", self.granularity, ("tensor", "head", "channel"))
+        choice("estimator", self.estimator, ("amax", "percentile", "mse"))
+        if self.text is not None:
+            text("text", self.text)
+            if self.source != "dataset":
+                raise ConfigError(("text",), "is read by source: dataset only", got=f"source {self.source}")
+        integer("tokens", self.tokens, minimum=32)
+        integer("seed", self.seed, minimum=0)
 
 
 @dataclass(frozen=True)
@@ -133,6 +179,7 @@ class KVCacheConfig:
     """How keys and values are kept. All lengths are in tokens."""
 
     format: str = "kivi2"
+    """A format, or `auto`: chosen at build from what the model's keys and values look like."""
     group_size: int = 32
     """Tokens in a block, and tokens that share a scale in a KIVI K channel."""
     residual_length: int | None = None
@@ -145,7 +192,7 @@ class KVCacheConfig:
     sink_tokens: int | None = None
     """First tokens kept in the model's precision; None is the format's default."""
     skip_layers: tuple[str | int, ...] = ()
-    """Layers that keep the model's precision: indices, ranges "0-3", "sliding_window"."""
+    """Layers that keep the model's precision: indices, ranges "0-3", "first:2", "last:1", "sliding_window"."""
     overrides: Mapping[int, str] = field(default_factory=dict)
     """Formats of single layers, by index."""
     budget: int = 256 * 2**20
@@ -154,9 +201,10 @@ class KVCacheConfig:
     """The model's precision: that of unquantized blocks."""
     fp8_query: bool = False
     """GPUs from SM89: multiply in FP8 where K and V are FP8, the query rounded too, instead of decoding to 16 bit."""
+    scales: ScalesConfig = field(default_factory=ScalesConfig)
 
     def __post_init__(self) -> None:
-        choice("format", self.format, FORMATS)
+        choice("format", self.format, (*FORMATS, AUTO))
         if isinstance(self.group_size, bool) or self.group_size not in GROUP_SIZES:
             raise ConfigError(("group_size",), "is not supported", got=self.group_size, expected="one of 32, 64, 128")
         for key, length in (("residual_length", self.residual_length), ("sink_tokens", self.sink_tokens)):
@@ -199,13 +247,15 @@ class KVCacheConfig:
     def _skip_layer(self, layer: object) -> None:
         if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0:
             return
+        if isinstance(layer, str) and (layer == "sliding_window" or _END.fullmatch(layer)):
+            return
         match = _RANGE.fullmatch(layer) if isinstance(layer, str) else None
-        if layer != "sliding_window" and (match is None or int(match[1]) > int(match[2])):
+        if match is None or int(match[1]) > int(match[2]):
             raise ConfigError(
                 ("skip_layers",),
                 "names no layer",
                 got=layer,
-                expected='an index from 0, a range like "0-3", or sliding_window',
+                expected='an index from 0, a range like "0-3", "first:2", "last:1", or sliding_window',
             )
 
 
@@ -240,6 +290,44 @@ class ServingConfig:
             integer("max_model_len", self.max_model_len, minimum=2)
         if self.threads is not None:
             integer("threads", self.threads, minimum=1)
+
+
+@dataclass(frozen=True)
+class QualityConfig:
+    """The least quality that is acceptable, against 16-bit KV over the same weights; None sets no limit.
+
+    `lowkv eval --gate` holds an engine to it.
+    """
+
+    perplexity_ratio: float | None = None
+    """At most this much of the baseline's perplexity: 1.02 allows 2 % more."""
+    kl: float | None = None
+    """At most this mean KL divergence, in nats."""
+    top1: float | None = None
+    """At least this share of positions with the baseline's most likely token."""
+    passkey: float | None = None
+    """At least this share of passkeys found."""
+    required: bool = False
+    """`lowkv build` measures, and refuses an engine that breaks a limit."""
+
+    def __post_init__(self) -> None:
+        for key, low, high in (
+            ("perplexity_ratio", 1.0, 100.0),
+            ("kl", 0.0, 100.0),
+            ("top1", 0.0, 1.0),
+            ("passkey", 0.0, 1.0),
+        ):
+            number(key, getattr(self, key), low, high)
+        if not isinstance(self.required, bool):
+            raise ConfigError(("required",), "has the wrong type", got=self.required, expected="true or false")
+        if self.required and not self.limits:
+            raise ConfigError(("required",), "requires no limit", fix="set perplexity_ratio, kl, top1 or passkey")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Those that are set, by name."""
+        found = {key: getattr(self, key) for key in ("perplexity_ratio", "kl", "top1", "passkey")}
+        return {key: limit for key, limit in found.items() if limit is not None}
 
 
 @dataclass(frozen=True)
@@ -293,10 +381,14 @@ class Recipe:
     target: str = "cpu"
     """What runs the engine: `cpu` and `cuda` are Torch there, `tensorrt` is a TensorRT engine."""
     tensorrt: TensorRTConfig = field(default_factory=TensorRTConfig)
+    quality: QualityConfig = field(default_factory=QualityConfig)
+    calibration: Literal["lowkv", "modelopt"] = "lowkv"
+    """Who quantizes: lowkv itself, or NVIDIA ModelOpt, whose checkpoint is then what the engine is built from."""
 
     def __post_init__(self) -> None:
         _name("name", self.name)
         choice("target", self.target, _TARGETS)
+        choice("calibration", self.calibration, ("lowkv", "modelopt"))
         if self.target == "cpu":
             self._check_cpu()
         else:
@@ -333,9 +425,10 @@ class Recipe:
         plain: dict[str, Any] = {"name": self.name, "model": str(self.model)}
         for key in _SECTIONS:
             plain[key] = {f.name: getattr(getattr(self, key), f.name) for f in fields(_SECTIONS[key])}
+        plain["kv_cache"]["scales"] = asdict(self.kv_cache.scales)
         plain["kv_cache"]["skip_layers"] = list(self.kv_cache.skip_layers)
         plain["kv_cache"]["overrides"] = {str(layer): name for layer, name in self.kv_cache.overrides.items()}
-        return plain | {"target": self.target}
+        return plain | {"target": self.target, "calibration": self.calibration}
 
 
 _SECTIONS: dict[str, Any] = {
@@ -345,6 +438,7 @@ _SECTIONS: dict[str, Any] = {
     "serving": ServingConfig,
     "triton": TritonConfig,
     "tensorrt": TensorRTConfig,
+    "quality": QualityConfig,
 }
 
 
@@ -388,6 +482,8 @@ def _section(key: str, plain: object, section: Any) -> Any:
 
 def _converted(name: str, value: object) -> object:
     """`value` as its dataclass wants it, where YAML and JSON cannot write that."""
+    if name == "scales":
+        return value if isinstance(value, ScalesConfig) else _section(name, value, ScalesConfig)
     if name == "budget" and isinstance(value, str):
         return byte_size(name, value)
     if name == "skip_layers" and isinstance(value, list):

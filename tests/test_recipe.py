@@ -15,6 +15,7 @@ from lowkv.recipe import (
     KVCacheConfig,
     ModelSource,
     Recipe,
+    ScalesConfig,
     ServingConfig,
     TritonConfig,
     WeightsConfig,
@@ -65,13 +66,16 @@ def test_every_key_is_read(tmp_path: Path) -> None:
             weights: {dtype: bfloat16, quantization: int4, group_size: 32}
             lm_head: {dtype: float16}
             tensorrt: {sm: 89}
+            quality: {perplexity_ratio: 1.02, top1: 0.9, required: true}
+            calibration: modelopt
             kv_cache:
               format: kivi4
               group_size: 64
               residual_length: 192
               residual: flush
               sink_tokens: 0
-              skip_layers: [0, 2-4, sliding_window]
+              skip_layers: [0, 2-4, "last:2", sliding_window]
+              scales: {source: dataset, granularity: channel, estimator: mse, text: a.txt, tokens: 64, seed: 1}
               overrides: {7: fp8, 9: kivi2}
               budget: 1.5GiB
               model_dtype: bfloat16
@@ -86,13 +90,16 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert recipe.model.path == tmp_path / "checkpoints" / "llama"
     assert recipe.weights == WeightsConfig("bfloat16", "int4", 32)
     assert (recipe.lm_head.dtype, recipe.tensorrt.sm) == ("float16", 89)
+    assert recipe.quality.limits == {"perplexity_ratio": 1.02, "top1": 0.9}
+    assert (recipe.quality.required, recipe.calibration) == (True, "modelopt")
     assert recipe.kv_cache == KVCacheConfig(
         format="kivi4",
         group_size=64,
         residual_length=192,
         residual="flush",
         sink_tokens=0,
-        skip_layers=(0, "2-4", "sliding_window"),
+        skip_layers=(0, "2-4", "last:2", "sliding_window"),
+        scales=ScalesConfig("dataset", "channel", "mse", "a.txt", 64, 1),
         overrides={7: "fp8", 9: "kivi2"},
         budget=3 * 2**29,
         model_dtype="bfloat16",
@@ -235,6 +242,13 @@ REFUSED = {
     "weights": ("weights: {dtype: int4}", "weights.dtype is not known: got 'int4'", "float32", 2),
     "lm_head": ("lm_head: {dtype: fp32}", "lm_head.dtype is not known", "float32", 2),
     "policy": ("serving: {policy: no_evict}", "serving.policy is not known", "guaranteed_no_evict", 2),
+    "no last layers": ("kv_cache: {skip_layers: ['last:0']}", "names no layer: got 'last:0'", "first:2", 2),
+    "scales": ("kv_cache: {scales: {source: guess}}", "kv_cache.scales.source is not known", "dataset", 2),
+    "scales text": ("kv_cache: {scales: {text: a.txt}}", "kv_cache.scales.text is read by", "source: dataset", 2),
+    "scales word": ("kv_cache: {scales: dataset}", "kv_cache.scales has the wrong type", "a mapping", 2),
+    "quality": ("quality: {top1: 90}", "quality.top1 is out of range: got 90", "0 to 1", 2),
+    "quality nothing": ("quality: {required: true}", "quality.required requires no limit", "perplexity_ratio", 2),
+    "calibration": ("calibration: awq", "calibration is not known: got 'awq'", "one of lowkv, modelopt", 2),
     "step": (
         "serving: {max_tokens_per_step: 8}",
         "serving.max_tokens_per_step 8 is less than",

@@ -66,7 +66,7 @@ class CpuTarget:
 
 def weights_inputs(recipe: Recipe) -> dict[str, Any]:
     """What the stored weights depend on in a recipe."""
-    inputs: dict[str, Any] = {"weights": recipe.weights.dtype, "lm_head": recipe.lm_head.dtype}
+    inputs: dict[str, Any] = {"weights": recipe.weights.dtype, "lm_head": recipe.lm_head.effective}
     if recipe.weights.quantization != "none":
         inputs["quantization"] = recipe.weights.quantization
     if recipe.weights.quantization == "int4":

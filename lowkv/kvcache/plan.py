@@ -303,7 +303,7 @@ def _check_layer(index: int, layers: int, where: str) -> None:
 
 
 def _skipped(skip_layers: Sequence[int | str], windows: Sequence[int | None]) -> list[tuple[int, str]]:
-    """(layer, reason) for every layer that `skip_layers` names: indices, `a-b` ranges, `sliding_window`."""
+    """(layer, reason) for every layer that `skip_layers` names: see `KVCacheConfig.skip_layers`."""
     found: list[tuple[int, str]] = []
     for item in skip_layers:
         if isinstance(item, int):
@@ -317,6 +317,11 @@ def _skipped(skip_layers: Sequence[int | str], windows: Sequence[int | None]) ->
                     expected="a model with sliding-window layers",
                     fix="remove it, or name layers by index",
                 )
+        elif item.startswith(("first:", "last:")):
+            end, _, count = item.partition(":")
+            _check_layer(int(count) - 1, len(windows), f"kv_cache.skip_layers: {item}")
+            every = range(len(windows))
+            chosen = list(every[: int(count)] if end == "first" else every[-int(count) :])
         else:
             first, _, last = item.partition("-")
             chosen = list(range(int(first), int(last) + 1))

@@ -191,7 +191,7 @@ class WeightsFormat:
 
         from lowkv.models.quantized import Quantization
 
-        body, head = recipe.weights.dtype, recipe.lm_head.dtype
+        body, head = recipe.weights.dtype, recipe.lm_head.effective
         if head not in (body, "float32"):
             raise LowkvError(
                 "lm_head.dtype and weights.dtype do not go together",

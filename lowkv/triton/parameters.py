@@ -106,7 +106,7 @@ def model_parameters(
         "model.architecture": engine.model_config.architecture,
         "weights.dtype": recipe.weights.dtype,
         "weights.quantization": recipe.weights.quantization,
-        "lm_head.dtype": recipe.lm_head.dtype,
+        "lm_head.dtype": recipe.lm_head.effective,
         "kv_cache.format": plan.default,
         "kv_cache.layers": plan.summary(),
         "kv_cache.model_dtype": plan.hot,

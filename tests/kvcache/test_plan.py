@@ -90,6 +90,12 @@ def test_skip_layers_and_overrides(make_plan: Any) -> None:
     assert plan.scale_bytes == 3 * 2 * 4
 
 
+def test_the_ends_of_a_model_are_named_by_count(make_plan: Any) -> None:
+    plan = make_plan("kivi2", skip_layers=("first:2", "last:1"))
+    skipped = {index: layer.reason for index, layer in enumerate(plan.layers) if layer.format == "fp16"}
+    assert skipped == {0: "skip_layers: first:2", 1: "skip_layers: first:2", 29: "skip_layers: last:1"}
+
+
 def test_layers_lie_end_to_end_in_a_block(make_plan: Any) -> None:
     plan = make_plan("kivi2", skip_layers=(1,), overrides={3: "k4v2"})
     hot = cold = 0
@@ -109,6 +115,7 @@ def test_mapping_round_trip(make_plan: Any) -> None:
     [
         ({"skip_layers": (30,)}, r"skip_layers: 30: no such layer: got 30, expected 0 to 29"),
         ({"overrides": {99: "fp8"}}, r"overrides: 99: no such layer"),
+        ({"skip_layers": ("first:31",)}, r"skip_layers: first:31: no such layer"),
         ({"skip_layers": ("sliding_window",)}, "matches no layer"),
         ({"overrides": {1: "bf16"}}, "layer 1 asks for bf16, but hot blocks are fp16"),
         ({"head_dim": 72}, "head_dim must be a multiple of 16"),

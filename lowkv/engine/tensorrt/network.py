@@ -89,7 +89,7 @@ def _facts(
         yield "weights.group_size", groups, {recipe.weights.group_size}
     head = report["lm_head"]
     yield "lm_head", head is not None, True
-    yield "precision of lm_head", (*head["inputs"], head["output"]), (recipe.lm_head.dtype,) * 3
+    yield "precision of lm_head", (*head["inputs"], head["output"]), (recipe.lm_head.effective,) * 3
 
 
 def _others(matrices: list[dict[str, Any]], stored: str) -> tuple[str, ...]:
