@@ -57,6 +57,7 @@ def rewrite_products(model: onnx.ModelProto) -> None:
         elif node.domain == PLUGIN_NAMESPACE and node.op_type == FP8_PRODUCT:
             nodes += _fp8_product(node)
         else:
+            node.name = ""  # the exporter's; `write_model` gives all that have none
             nodes.append(node)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
@@ -71,7 +72,7 @@ def _int4_product(node: onnx.NodeProto) -> Sequence[onnx.NodeProto]:
     group_size = next(attribute.i for attribute in node.attribute if attribute.name == "group_size")
     return (
         make_node("DequantizeLinear", [codes, *parameters], [weight], weight, axis=0, block_size=group_size),
-        make_node("MatMul", [x, weight], node.output, matrix),
+        make_node("MatMul", [x, weight], node.output, f"{matrix}.product"),
     )
 
 
@@ -85,7 +86,7 @@ def _fp8_product(node: onnx.NodeProto) -> Sequence[onnx.NodeProto]:
         make_node("QuantizeLinear", [x, input_scale, _FP8_ZERO], [code], code),
         make_node("DequantizeLinear", [code, input_scale], [rounded], rounded),
         make_node("DequantizeLinear", [codes, scale], [weight], weight),
-        make_node("MatMul", [rounded, weight], node.output, matrix),
+        make_node("MatMul", [rounded, weight], node.output, f"{matrix}.product"),
     )
 
 
@@ -184,9 +185,7 @@ def _give_names(model: onnx.ModelProto, weights: set[str]) -> None:
         for index, output in enumerate(node.output):
             if output not in fixed:
                 names[output] = node.name if len(node.output) == 1 else f"{node.name}.{index}"
-    clash = weights & set(names.values())
-    if clash:
-        names |= {old: f"{new}.out" for old, new in names.items() if new in clash}
+    assert not fixed & set(names.values())
     rename(model, names)
 
 
@@ -195,11 +194,10 @@ def _node_name(node: onnx.NodeProto, weights: set[str]) -> str:
         layer = next(attribute.i for attribute in node.attribute if attribute.name == "layer")
         return f"layers.{layer}.attention"
     if node.op_type in ("MatMul", "Gemm") and node.input[1] in weights:
-        return str(node.input[1])
+        return f"{node.input[1]}.product"
     if node.op_type == "Gather" and node.input[0] in weights:
-        return "embedding_lookup"
-    quantized = node.op_type in ("MatMul", "QuantizeLinear", "DequantizeLinear")
-    return str(node.name if quantized and "." in node.name else node.op_type)
+        return f"{node.input[0]}.lookup"
+    return str(node.name or node.op_type)
 
 
 def _strip(model: onnx.ModelProto) -> None:
