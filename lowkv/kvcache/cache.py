@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvattention import Array, Attention
+    from lowkv.calibration.scales import KVScales
     from lowkv.kvcache.arena import Kind
     from lowkv.kvcache.plan import CachePlan
 
@@ -54,13 +55,16 @@ class Step:
 class KVCache:
     """All sequences' KV blocks in one arena of `budget` bytes."""
 
-    def __init__(self, plan: CachePlan, budget: int, attention: Attention) -> None:
-        """Raises `LowkvError` when `budget` (bytes) is not even a slab, or beyond 128 GiB."""
+    def __init__(self, plan: CachePlan, budget: int, attention: Attention, scales: KVScales | None = None) -> None:
+        """`scales`: of the 8-bit formats; None is all ones.
+
+        Raises `LowkvError` when `budget` (bytes) is not even a slab, or beyond 128 GiB.
+        """
         self.plan = plan
         self.attention = attention
         self.arena: Arena[tuple[SequenceCache, int]] = Arena(SlabGeometry.for_plan(plan), budget)
         self.words = attention.allocate(self.arena.bytes_total // 4)
-        self.specs = plan.layer_specs()
+        self.specs = plan.layer_specs(None if scales is None else scales.layers)
         self.sequences: set[SequenceCache] = set()
         self.moved_blocks = 0
 
