@@ -179,9 +179,9 @@ class Variant:
     @property
     def num_stages(self) -> int:
         """attend: iterations in flight, where tiles are small enough for registers and shared memory (99 KiB)."""
-        small = self.block_d <= 128 and self.rows * self.block_d <= 4096
-        keys = self.blocks * self.group_size
-        return 2 if self.kernel == "attend" and small and keys * self.block_d <= 64 * 128 else 1
+        if self.kernel != "attend" or self.rows * self.block_d > 4096 or (self.fp8_query and self.block_d > 128):
+            return 1
+        return 2 if self.blocks * self.group_size * self.block_d <= 64 * 128 else 1
 
 
 @lru_cache(maxsize=1024)
