@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from lowkv.calibration.scales import KVScales
     from lowkv.models.config import ModelConfig
     from lowkv.models.quantized import Fp8Matrix, Int4Matrix, Quantization
     from lowkv.recipe import Recipe
@@ -41,6 +42,13 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """One tensor in floating point, [out, in]."""
+        ...
+
+    def kv_scales(self) -> KVScales | None:
+        """The scales of 8-bit keys and values that the checkpoint was calibrated with; None when it carries none.
+
+        They are multipliers for the codec that their `details["codec"]` names (`e4m3` unless it says otherwise).
+        """
         ...
 
     def write_tokenizer(self, folder: Path) -> tuple[str, ...]:

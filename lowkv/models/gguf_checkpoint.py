@@ -13,6 +13,8 @@ from lowkv.models.gguf_file import GgufFile
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lowkv.calibration.scales import KVScales
+
 _MODEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -65,6 +67,9 @@ class GgufCheckpoint:
             if ".k_proj." in name:
                 return _half_rotation(tensor, self.config.kv_heads)
         return tensor
+
+    def kv_scales(self) -> KVScales | None:
+        return None
 
     def write_tokenizer(self, folder: Path) -> tuple[str, ...]:
         from lowkv.models.gguf_tokenizer import write_gguf_tokenizer

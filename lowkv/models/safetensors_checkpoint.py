@@ -20,6 +20,8 @@ from lowkv.models.tokenizer import TOKENIZER_FILES
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lowkv.calibration.scales import KVScales
+
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -90,6 +92,9 @@ class SafetensorsCheckpoint:
         with safe_open(shard, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+    def kv_scales(self) -> KVScales | None:
+        return None
 
     def write_tokenizer(self, folder: Path) -> tuple[str, ...]:
         if not (self._folder / "tokenizer.json").is_file():

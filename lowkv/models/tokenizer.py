@@ -78,6 +78,18 @@ class Tokenizer:
         """Ids are below this; added tokens count."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which no plain text contains."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
+    @property
+    def prefix(self) -> list[int]:
+        """What the model wants before a text: a BOS token, or nothing."""
+        bare, full = self.encode("a", add_special=False), self.encode("a")
+        return full[: next(at for at in range(len(full)) if full[at : at + len(bare)] == bare)]
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text.
 
