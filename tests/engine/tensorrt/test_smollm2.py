@@ -16,7 +16,7 @@ from lowkv.engine.tensorrt.network import effective_precision
 if TYPE_CHECKING:
     from tests.engine.tensorrt.conftest import Exported
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_mixed_plan(export_smollm2: Callable[..., Exported], tmp_path: Path) -> None:
@@ -48,4 +48,4 @@ def test_int4_weights_kivi2_and_single_precision_logits(
     assert {matrix["output"] for matrix in matrices} == {"float16"}
     assert report["lm_head"]["weights"] == "float32"
     assert effective_precision(report["lm_head"]) == "float32"
-    assert (tmp_path / "model.plan").stat().st_size < 200e6
+    assert (tmp_path / "model.plan").stat().st_size < 220e6
