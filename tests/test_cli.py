@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from lowkv import __version__
+from lowkv import __version__, doctor
 from lowkv.cli import app, main
-from lowkv.doctor import NEEDS, Finding, examine, missing_for, render
+from lowkv.doctor import NEEDS, TARGETS, Finding, examine, missing_for, missing_for_targets, render, to_mapping
+from lowkv.gpus import Gpu
 
 VERBS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
 LOWKV = [sys.executable, "-m", "lowkv.cli"]
@@ -75,6 +76,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["plan"], "plan what?"),
         (["plan", "missing.yaml"], "cannot read recipe missing.yaml: No such file or directory; give the path"),
         (["build", "missing.yaml"], "cannot read recipe missing.yaml"),
+        (["inspect", "missing"], "no engine at missing"),
         (["repo", "missing"], "missing"),
         (["repo", "missing", "--budget", "64M"], "did you mean MiB?"),
         (["repo", "missing", "--gpus", "all"], "--gpus is not a list of GPU ids"),
@@ -127,6 +129,35 @@ def test_doctor_looks_at_everything_that_a_verb_needs(capsys: pytest.CaptureFixt
     code, out, _ = run("doctor", capsys=capsys)
     assert code == 0
     assert "ready: plan, build" in out
+
+
+def test_doctor_says_what_the_other_targets_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "visible_gpus", tuple)
+    findings = examine()
+    assert {name for names in TARGETS.values() for name in names} <= {finding.name for finding in findings}
+    # The tests' own environment builds for TensorRT; running it takes a GPU.
+    assert missing_for_targets(findings) == {
+        "building for target tensorrt": (),
+        "running target tensorrt": ("cuda",),
+        "running target cuda": ("cuda",),
+    }
+    lines = [part for part in render(findings) if isinstance(part, str)]
+    assert "ready: building for target tensorrt" in lines
+    assert "not ready: running target cuda lacks a GPU and its driver" in lines
+    assert to_mapping(findings)["missing_for_targets"]["running target cuda"] == ["cuda"]
+    # None of it is in the way of the CPU's verbs.
+    assert missing_for([finding for finding in findings if finding.name not in ("tensorrt", "onnx")])["build"] == ()
+
+
+def test_doctor_sees_gpus_and_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: (Gpu(0, "NVIDIA L4", 89, 24 * 2**30),))
+    monkeypatch.setattr(doctor, "TENSORRT", {"tensorrt": ("no-such-package",)})
+    findings = {finding.name: finding for finding in examine()}
+    assert findings["cuda"] == Finding("cuda", "ok", "GPU 0: NVIDIA L4 (SM89)")
+    assert findings["tensorrt"].state == "note"
+    assert missing_for_targets(list(findings.values()))["running target tensorrt"] == ("tensorrt",)
+    lines = [part for part in render(list(findings.values())) if isinstance(part, str)]
+    assert r"not ready: building for target tensorrt lacks tensorrt; pip install 'lowkv\[tensorrt]'" in lines
 
 
 def test_doctor_says_what_to_install() -> None:
