@@ -15,6 +15,8 @@ memory. This module does not say what scales are good: see `estimate`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -119,6 +121,10 @@ class KVScales:
             "layers": layers,
         }
 
+    def digest(self, plan: CachePlan) -> str:
+        """What identifies the numbers themselves, in hexadecimal."""
+        return hashlib.sha256(json.dumps(self.to_mapping(plan)["layers"]).encode()).hexdigest()
+
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any], plan: CachePlan) -> KVScales:
         """The scales of an engine with that plan.
@@ -213,4 +219,3 @@ def _wrong_shape(layer: int, part: str, got: object, expected: str) -> LowkvErro
         expected=expected,
         fix=_REBUILD,
     )
-

@@ -102,10 +102,12 @@ def random_tokens(tokenizer: Tokenizer, vocab: int, count: int, seed: int) -> Id
     return drawn.astype(np.int64)
 
 
-def windows(ids: Ids, length: int) -> Iterator[Ids]:
-    """The ids in parts of `length`, the last one shorter."""
-    for begin in range(0, len(ids), length):
-        yield ids[begin : begin + length]
+def windows(ids: Ids, length: int, prefix: Sequence[int]) -> Iterator[Ids]:
+    """The ids in windows of at most `length`, each beginning with the prefix: the first has it already, or a chat's."""
+    yield ids[:length]
+    size = length - len(prefix)
+    for begin in range(length, len(ids), size):
+        yield np.concatenate((np.array(prefix, np.int64), ids[begin : begin + size]))
 
 
 def _entry(line: str, path: Path, number: int) -> str | tuple[Mapping[str, Any], ...]:
@@ -140,8 +142,6 @@ def _encoded(dataset: Dataset, index: int, tokenizer: Tokenizer, count: int) -> 
         raise LowkvError(
             f"line {dataset.lines[index]} of {dataset.name}: {error.message}",
             got=error.got,
-            fix='write {"text": "..."} lines instead of messages'
-            if error.got is None
-            else error.fix,
+            fix='give messages that the model\'s chat template takes, or {"text": "..."} lines',
         ) from error
     return tokenizer.encode(prompt, add_special=False)

@@ -14,12 +14,15 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lowkv
+from lowkv.calibration.routes import scales_for
+from lowkv.calibration.scales import NO_SCALES, KVScales
 from lowkv.engine.directory import (
     MANIFEST,
     VARYING,
@@ -64,7 +67,7 @@ def build_engine(
     target = _target(recipe, keep_onnx)
     progress.begin("opening the model")
     checkpoint = open_source(recipe.model, progress.begin)
-    wanted = _manifest_without_files(target, recipe, checkpoint, progress)
+    scales, wanted = _manifest_without_files(target, recipe, checkpoint, out, progress)
     if out.exists():
         existing = _existing(out, wanted, progress, force, keep_onnx)
         if existing is not None:
@@ -73,7 +76,7 @@ def build_engine(
     with _scratch_folder(out) as folder:
         files = _link_payload(out.parent, folder, wanted, progress, keep_onnx)
         if files is None:
-            files = _write_payload(target, checkpoint, recipe, folder, progress)
+            files = _write_payload(target, checkpoint, recipe, scales, folder, progress)
         _write_manifest(folder, wanted, files)
         _to_disk(folder)
         _rename(folder, out)
@@ -91,23 +94,38 @@ def _target(recipe: Recipe, keep_onnx: bool) -> Target:
     return replace(target, keep_onnx=True)
 
 
-def _manifest_without_files(target: Target, recipe: Recipe, checkpoint: Checkpoint, progress: Progress) -> Manifest:
+def _manifest_without_files(
+    target: Target, recipe: Recipe, checkpoint: Checkpoint, out: Path, progress: Progress
+) -> tuple[KVScales | None, Manifest]:
+    """The manifest of the engine to be, and the scales in it, which are measured here unless an engine has them."""
     config = checkpoint.config
     plan = CachePlan.from_config(config, recipe.kv_cache)
+    built_with = target.built_with(recipe)
     progress.begin("hashing the model", sum(path.stat().st_size for path in checkpoint.files))
-    return Manifest(
+    source = {path.name: sha256(path, progress) for path in checkpoint.files}
+    scales = scales_for(checkpoint, recipe, plan, source, _recorded_scales(out), progress)
+    return scales, Manifest(
         created_by=f"lowkv {lowkv.__version__}",
         target=recipe.target,
-        requires=dict(target.requires) | dict(target.built_with(recipe)),
+        requires=dict(target.requires) | dict(built_with),
         recipe=recipe.to_mapping(),
         model=config.to_mapping(),
         cache_plan=plan.to_mapping(),
-        scales={"source": "unit", "values": None},
-        source={path.name: sha256(path, progress) for path in checkpoint.files},
-        payload_inputs=dict(target.payload_inputs(recipe, plan)),
+        scales=dict(NO_SCALES) if scales is None else scales.to_mapping(plan),
+        source=source,
+        payload_inputs=dict(target.payload_inputs(recipe, plan, scales)),
         files={},
         varying=target.varying,
     )
+
+
+def _recorded_scales(out: Path) -> Iterator[Mapping[str, Any]]:
+    """The scales of the engine at `out` and of those beside it, as far as they can be read."""
+    for path in (out, *sorted(path.parent for path in out.parent.glob(f"*/{MANIFEST}"))):
+        try:
+            yield read_manifest(path).scales
+        except LowkvError:  # no engine, or a damaged one: whoever needs it will say so
+            continue
 
 
 def _existing(out: Path, wanted: Manifest, progress: Progress, force: bool, keep_onnx: bool) -> EngineDir | None:
@@ -145,14 +163,14 @@ def _difference(manifest: Manifest, wanted: Manifest) -> str:
 
 
 def _write_payload(
-    target: Target, checkpoint: Checkpoint, recipe: Recipe, folder: Path, progress: Progress
+    target: Target, checkpoint: Checkpoint, recipe: Recipe, scales: KVScales | None, folder: Path, progress: Progress
 ) -> dict[str, FileRecord]:
     needed, free = target.payload_bytes(checkpoint.config, recipe), shutil.disk_usage(folder).free
     if needed > free:
         raise LowkvError(
             f"the disk of {folder.parent} is too full", got=f"{free} bytes free", expected=f"{needed} for the engine"
         )
-    names = checkpoint.write_tokenizer(folder) + target.write_payload(checkpoint, recipe, folder, progress)
+    names = checkpoint.write_tokenizer(folder) + target.write_payload(checkpoint, recipe, scales, folder, progress)
     sizes = {name: (folder / name).stat().st_size for name in sorted(names)}
     progress.begin("hashing the engine", sum(sizes.values()))
     return {name: FileRecord(size, sha256(folder / name, progress)) for name, size in sizes.items()}

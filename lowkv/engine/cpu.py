@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lowkv.models.checkpoint import WeightsFormat, check_tensors
 
 if TYPE_CHECKING:
+    from lowkv.calibration.scales import KVScales
     from lowkv.engine.progress import Progress
     from lowkv.kvcache.plan import CachePlan
     from lowkv.models.checkpoint import Checkpoint
@@ -37,14 +38,15 @@ class CpuTarget:
     def built_with(self, recipe: Recipe) -> Mapping[str, str]:
         return {}
 
-    def payload_inputs(self, recipe: Recipe, plan: CachePlan) -> Mapping[str, Any]:
+    def payload_inputs(self, recipe: Recipe, plan: CachePlan, scales: KVScales | None) -> Mapping[str, Any]:
+        """Scales are read from the manifest: engines that differ in them share their weights."""
         return weights_inputs(recipe)
 
     def payload_bytes(self, config: ModelConfig, recipe: Recipe) -> int:
         return weights_bytes(config, WeightsFormat.from_recipe(recipe))
 
     def write_payload(
-        self, checkpoint: Checkpoint, recipe: Recipe, folder: Path, progress: Progress
+        self, checkpoint: Checkpoint, recipe: Recipe, scales: KVScales | None, folder: Path, progress: Progress
     ) -> tuple[str, ...]:
         from lowkv.engine.weights_file import write_weights
 

@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowkv.calibration.scales import KVScales, scaled_parts
 from lowkv.engine.progress import NoProgress, Progress
 from lowkv.engine.targets import find_decoder_target, find_target
 from lowkv.errors import LowkvError
@@ -60,7 +61,7 @@ class Manifest:
     model: Mapping[str, Any]
     cache_plan: Mapping[str, Any]
     scales: Mapping[str, Any]
-    """`source`: where the FP8 scales come from (`unit`: all 1.0); `values`: them."""
+    """See `lowkv.calibration.scales.KVScales.to_mapping`; `NO_SCALES` where no format takes any."""
     source: Mapping[str, str]
     """SHA-256 of every file of the checkpoint that the engine was made from."""
     payload_inputs: Mapping[str, Any]
@@ -110,6 +111,8 @@ class EngineDir:
         self.recipe: Recipe = recipe_from_mapping(manifest.recipe)
         self.model_config: ModelConfig = ModelConfig.from_mapping(manifest.model)
         self.cache_plan: CachePlan = CachePlan.from_mapping(dict(manifest.cache_plan))
+        self.scales: KVScales | None = _scales(manifest, self.cache_plan)
+        """Of 8-bit keys and values; None where no format takes any."""
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = True, progress: Progress | None = None) -> EngineDir:
@@ -168,6 +171,10 @@ class EngineDir:
     def weight_bytes(self) -> int:
         """Bytes of the payload: what the weights take in memory once all of them have been used."""
         return sum(record.bytes for name, record in self.files.items() if name not in TOKENIZER_FILES)
+
+
+def _scales(manifest: Manifest, plan: CachePlan) -> KVScales | None:
+    return KVScales.from_mapping(manifest.scales, plan) if any(scaled_parts(plan)) else None
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -16,6 +16,7 @@ from lowkv.engine.tensorrt.target import TensorRTTarget
 from lowkv.errors import LowkvError
 
 if TYPE_CHECKING:
+    from lowkv.calibration.scales import KVScales
     from lowkv.engine.progress import Progress
     from lowkv.kvcache.plan import CachePlan
     from lowkv.models.checkpoint import Checkpoint
@@ -45,7 +46,7 @@ class Target(Protocol):
         """
         ...
 
-    def payload_inputs(self, recipe: Recipe, plan: CachePlan) -> Mapping[str, Any]:
+    def payload_inputs(self, recipe: Recipe, plan: CachePlan, scales: KVScales | None) -> Mapping[str, Any]:
         """All that the payload depends on beside the checkpoint, `requires` and `built_with`.
 
         Engines that agree in it have the same payload, and share its files when they lie side by side.
@@ -57,9 +58,12 @@ class Target(Protocol):
         ...
 
     def write_payload(
-        self, checkpoint: Checkpoint, recipe: Recipe, folder: Path, progress: Progress
+        self, checkpoint: Checkpoint, recipe: Recipe, scales: KVScales | None, folder: Path, progress: Progress
     ) -> tuple[str, ...]:
-        """Writes the payload into the folder; returns the file names, `/` between folders."""
+        """Writes the payload into the folder; returns the file names, `/` between folders.
+
+        `scales` are those of 8-bit keys and values, None where the plan has none.
+        """
         ...
 
 

@@ -74,7 +74,7 @@ def test_an_engine_gives_back_what_it_was_built_from(recipe: Recipe, engine: Pat
     assert opened.recipe == recipe
     assert opened.model_config == checkpoint.config
     assert opened.cache_plan.layers[0].format == "kivi2"
-    assert opened.manifest.scales == {"source": "unit", "values": None}
+    assert opened.manifest.scales == {"source": "none", "layers": None}
     assert opened.weight_bytes == (engine / "weights.safetensors").stat().st_size
     assert opened.tokenizer().decode(opened.tokenizer().encode("héllo")) == "héllo"
     assert opened.tokenizer().eos_ids == checkpoint.config.eos

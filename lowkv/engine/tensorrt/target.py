@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lowkv.errors import LowkvError
 
 if TYPE_CHECKING:
+    from lowkv.calibration.scales import KVScales
     from lowkv.engine.directory import Manifest
     from lowkv.engine.progress import Progress
     from lowkv.engine.tensorrt.backend import Backend
@@ -63,12 +64,13 @@ class TensorRTTarget:
             "plugin": PLUGIN_VERSION,
         }
 
-    def payload_inputs(self, recipe: Recipe, plan: CachePlan) -> Mapping[str, Any]:
+    def payload_inputs(self, recipe: Recipe, plan: CachePlan, scales: KVScales | None) -> Mapping[str, Any]:
         from lowkv.engine.cpu import weights_inputs
 
         serving = recipe.serving
         return weights_inputs(recipe) | {
             "cache_plan": plan.to_mapping(),
+            "scales": None if scales is None else scales.digest(plan),
             "fp8_query": recipe.kv_cache.fp8_query,
             "max_sequences": serving.max_sequences,
             "max_tokens_per_step": serving.max_tokens_per_step,
@@ -85,7 +87,7 @@ class TensorRTTarget:
         return 2 * weights_bytes(config, WeightsFormat.from_recipe(recipe)) + 64 * 2**20
 
     def write_payload(
-        self, checkpoint: Checkpoint, recipe: Recipe, folder: Path, progress: Progress
+        self, checkpoint: Checkpoint, recipe: Recipe, scales: KVScales | None, folder: Path, progress: Progress
     ) -> tuple[str, ...]:
         from lowkv.engine.tensorrt.backend import choose_backend
         from lowkv.engine.tensorrt.builder import build_plan
@@ -98,7 +100,8 @@ class TensorRTTarget:
         backend, sm = choose_backend(recipe.tensorrt.sm)
         engine_profiles(recipe, config, plan)  # refuses what cannot be, before minutes of work
         before = set(folder.iterdir())
-        onnx = export_onnx(checkpoint, config, plan, recipe, folder / ONNX, progress)
+        layers = None if scales is None else scales.layers
+        onnx = export_onnx(checkpoint, config, plan, recipe, folder / ONNX, progress, layers)
         exported = sorted(path for path in folder.iterdir() if path not in before)
         report = build_plan(onnx, folder / PLAN, recipe, config, plan, backend, sm, progress)
         if not self.keep_onnx:

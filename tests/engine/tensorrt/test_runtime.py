@@ -50,7 +50,7 @@ def manifest() -> Manifest:
         cache_plan=plan.to_mapping(),
         scales={},
         source={},
-        payload_inputs=target.payload_inputs(recipe, plan),
+        payload_inputs=target.payload_inputs(recipe, plan, None),
         files={f"kernels/{name}.cubin": FileRecord(1, "") for name in KERNELS},
         varying=target.varying,
     )
