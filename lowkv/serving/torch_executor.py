@@ -157,7 +157,7 @@ def open_on_cpu(engine: EngineDir, budget: int, threads: int | None) -> TorchExe
 
     if threads is not None:
         torch.set_num_threads(threads)
-    cache = KVCache(engine.cache_plan, budget, select("cpu", threads=threads))
+    cache = KVCache(engine.cache_plan, budget, select("cpu", threads=threads), engine.scales)
     return TorchExecutor(engine.load_decoder(), cache)
 
 
@@ -182,7 +182,8 @@ def open_on_cuda(engine: EngineDir, budget: int, device_id: int) -> TorchExecuto
             expected="8.9 or later",
             fix="leave kv_cache.fp8_query out of the recipe and build again",
         )
-    cache = KVCache(engine.cache_plan, budget, GpuAttention(TorchDevice(str(device)), fp8_query=fp8_query))
+    attention = GpuAttention(TorchDevice(str(device)), fp8_query=fp8_query)
+    cache = KVCache(engine.cache_plan, budget, attention, engine.scales)
     return TorchExecutor(engine.load_decoder(str(device)), cache)
 
 

@@ -43,7 +43,7 @@ def open_by_tensorrt(engine: EngineDir, budget: int, device_id: int) -> TensorRT
     workspace = session.activation_bytes + 4 * sum(buffer_words(profiles, session.candidates))
     check_fits(Footprint(budget, free - device.free_memory(), workspace), free, str(gpu))
     attention = GpuAttention(device, fp8_query=engine.recipe.kv_cache.fp8_query)
-    cache = KVCache(engine.cache_plan, budget, attention)
+    cache = KVCache(engine.cache_plan, budget, attention, engine.scales)
     return TensorRTExecutor(session, cache, device, engine.model_config.heads, profiles)
 
 
