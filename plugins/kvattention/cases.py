@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvattention.batch import RaggedBatch
-from kvattention.codec import CODECS, F16_MAX, Words, round_to
+from kvattention.codec import CODECS, F16_MAX, Codec, Words, round_to
 from kvattention.layout import UNIT_WORDS, LayerSpec, RecordLayout, arena_words
 from kvattention.reference import as_stored, attention
 
@@ -30,6 +30,7 @@ POISON = 0x7FFF7FFF
 """Two NaNs in f16 and bf16: what freed and never written memory holds."""
 
 VALUES = ("normal", "outlier", "constant", "extreme")
+SCALES = ("head", "channel")
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,14 @@ class Case:
     """Sliding window of each layer; empty means none."""
     values: str = "normal"
     """normal; outlier: one K channel times 100; constant: groups of equal values; extreme: +-65504 among them."""
+    scales: str = "head"
+    """Whether K's scales differ from KV head to KV head only, or from channel to channel as well."""
 
     def __post_init__(self) -> None:
         if self.values not in VALUES:
             raise ValueError(f"case {self.name}: values {self.values!r} must be one of {VALUES}")
+        if self.scales not in SCALES:
+            raise ValueError(f"case {self.name}: scales {self.scales!r} must be one of {SCALES}")
         if self.policy not in ("window", "flush"):
             raise ValueError(f"case {self.name}: policy {self.policy!r} must be 'window' or 'flush'")
         if self.policy == "flush" and (self.residual < 1 or self.residual % self.group_size):
@@ -84,8 +89,9 @@ class Case:
         return max(0, tokens - self.residual) // self.group_size
 
     def layers(self) -> list[LayerSpec]:
-        """The layers' specs, with unequal random e4m3 scales for K and V of each head."""
+        """The layers' specs, with unequal random scales that let the largest values saturate."""
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        k_shape = (self.kv_heads, self.head_dim) if self.scales == "channel" else (self.kv_heads,)
         specs = []
         hot_offset = cold_offset = 0
         for index, (k, v) in enumerate(self.formats):
@@ -99,8 +105,8 @@ class Case:
                     cold_offset=cold_offset,
                     window=self.windows[index] if self.windows else None,
                     softmax_scale=self.head_dim**-0.5,
-                    k_scales=rng.uniform(0.005, 0.02, self.kv_heads).astype(np.float32),
-                    v_scales=rng.uniform(0.02, 0.08, self.kv_heads).astype(np.float32),
+                    k_scales=_scales(rng, cold.k, (2, 9), k_shape),
+                    v_scales=_scales(rng, cold.v, (9, 36), (self.kv_heads,)),
                 )
             )
             hot_offset += hot.words
@@ -115,6 +121,12 @@ class Case:
     def from_dict(cls, data: dict[str, Any]) -> Case:
         """Inverse of `to_dict`, also after a trip through JSON (lists become tuples)."""
         return cls(**{name: _tuples(value) for name, value in data.items()})
+
+
+def _scales(rng: np.random.Generator, codec: Codec, peaks: tuple[float, float], shape: tuple[int, ...]) -> Float32:
+    """Scales with which the codec reaches up to a peak drawn from a range; ones where it takes none."""
+    drawn = rng.uniform(*peaks, shape) / codec.maximum if codec.scaled else np.ones(shape)
+    return drawn.astype(np.float32)
 
 
 def _tuples(value: Any) -> Any:
@@ -263,6 +275,9 @@ def _cases() -> Iterator[Case]:
         "int4": ("int4", "int4"),
         "int2": ("int2", "int2"),
         "k4v2": ("int4", "int2"),
+        "e5m2": ("e5m2", "e5m2"),
+        "int8": ("int8", "int8"),
+        "int2c": ("int2c", "int2"),
     }
     # Ragged prefill, then mixed prefill and decode, then decode: every format.
     mixture = ((5, 131, 70), (1, 1, 40), (33, 1, 1), (1, 0, 1))
@@ -273,6 +288,10 @@ def _cases() -> Iterator[Case]:
     yield Case("bf16-mixture", (("bf16", "bf16"),), mixture, hot="bf16", gqa=3)
     yield Case("bf16-int4", (("int4", "int4"),), mixture, hot="bf16", gqa=1)
     yield Case("bf16-e4m3", (("e4m3", "e4m3"),), mixture, hot="bf16", gqa=8)
+    # K scales that differ from channel to channel.
+    for name in ("e4m3", "e5m2", "int8"):
+        yield Case(f"{name}-channels", (formats[name],), mixture, gqa=3, residual=32, scales="channel")
+        yield Case(f"{name}-channels-d80", (formats[name],), mixture, head_dim=80, residual=0, scales="channel")
     # Lengths around the residual (KIVI issue 40: a flush test of `== R` misses multi-token steps).
     for policy in ("window", "flush"):
         for first in (63, 64, 65, 128):
@@ -307,6 +326,8 @@ def _cases() -> Iterator[Case]:
     plan = (("f16", "f16"), ("e4m3", "e4m3"), ("int4", "int2"), ("int2", "int2"))
     yield Case("plan-mixed", plan, mixture, gqa=3, sink_blocks=1, residual=32)
     yield Case("plan-windows", plan, mixture, gqa=2, windows=(None, 20, 64, 33), residual=32)
+    every = (("e5m2", "int2c"), ("int8", "e4m3"), ("int2c", "int8"), ("e4m3", "e5m2"))
+    yield Case("plan-channels", every, mixture, gqa=3, sink_blocks=1, residual=32, scales="channel")
     yield Case("plan-all-windows", plan, mixture, gqa=2, windows=(64, 20, 64, 33), residual=32)
     # Values that break naive quantizers.
     for values in VALUES[1:]:

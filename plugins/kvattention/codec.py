@@ -2,16 +2,18 @@
 
 A codec says how many bits one stored value takes and whether values share quantization parameters. Two kinds:
 
-* plain: ``f16``, ``bf16`` (raw, as stored in hot blocks) and ``e4m3`` (OCP FP8, one static multiplier per KV
-  head kept outside the record: stored = saturate(x / scale), decoded = stored * scale);
+* plain: ``f16``, ``bf16`` (raw, as stored in hot blocks) and the scaled ones of 8 bits, ``e4m3``, ``e5m2`` (OCP FP8)
+  and ``int8`` (two's complement, -127 to 127). Their static multipliers are kept outside the record, one per channel
+  of a KV head for K and one per KV head for V: stored = saturate(x / scale), decoded = stored * scale;
 * grouped: ``int4``, ``int2`` (KIVI, arXiv 2402.02750, section 3.2: asymmetric per group).
   ``min = min(x)``, ``scale = (max - min) / (2^bits - 1)``, both rounded to fp16, then
   ``code = round(clamp((x - min) / scale))`` with the *rounded* parameters, ``decoded = code * scale + min``.
   A group whose rounded scale is 0 (constant, or a range below fp16's smallest step) gets code 0 and decodes to
-  its minimum: a constant group decodes to itself.
+  its minimum: a constant group decodes to itself. ``int2c`` is written with a narrower range, the middle 80% of
+  max - min, and read as int2: few values lie near the ends, and all others gain from the smaller step.
 
-All rounding is to nearest, ties to even. f16 and the fp16 parameters saturate at +-65504, e4m3 at +-448: no finite
-input becomes infinite. NaN is not a value the cache promises to keep.
+All rounding is to nearest, ties to even. f16 and the fp16 parameters saturate at +-65504, e4m3 at +-448, e5m2 at
++-57344, int8 at +-127: no finite input becomes infinite. NaN is not a value the cache promises to keep.
 
 Everything here is the specification, written for reading; kernels are tested against it and must produce the same
 bytes. Where the bytes lie is `layout`.
@@ -19,6 +21,7 @@ bytes. Where the bytes lie is `layout`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 F16_MAX = 65504.0
-E4M3_MAX = 448.0
 VALUES_PER_PARAM = 32
 """Channels of one token that share a V parameter word in a grouped codec (the last group may be shorter)."""
 
@@ -44,6 +46,10 @@ class Codec:
     grouped: bool
     index: int
     """Number by which compiled kernels know the codec."""
+    maximum: float = math.inf
+    """Largest magnitude of a plain codec, before its scale is applied."""
+    cut: int = 0
+    """The codes of a group leave out 1/cut of its range at either end; 0 leaves out nothing."""
 
     @property
     def per_word(self) -> int:
@@ -60,17 +66,35 @@ class Codec:
         """Whether the codec may serve as model precision, which single tokens are appended to."""
         return self.bits == 16
 
+    @property
+    def scaled(self) -> bool:
+        """Whether values are divided by static scales, kept outside the record, before they are stored."""
+        return self.bits == 8
+
+    @property
+    def clip(self) -> float:
+        """The part of a group's range that its codes span."""
+        return 1 - 2 / self.cut if self.cut else 1.0
+
+    @property
+    def reader(self) -> Codec:
+        """The codec that decodes the same words: kernels that only read know int2c as int2."""
+        return int2 if self == int2c else self
+
     def __str__(self) -> str:
         return self.name
 
 
-f16 = Codec("f16", 16, grouped=False, index=0)
+f16 = Codec("f16", 16, grouped=False, index=0, maximum=F16_MAX)
 bf16 = Codec("bf16", 16, grouped=False, index=1)
-e4m3 = Codec("e4m3", 8, grouped=False, index=2)
+e4m3 = Codec("e4m3", 8, grouped=False, index=2, maximum=448.0)
 int4 = Codec("int4", 4, grouped=True, index=3)
 int2 = Codec("int2", 2, grouped=True, index=4)
+e5m2 = Codec("e5m2", 8, grouped=False, index=5, maximum=57344.0)
+int8 = Codec("int8", 8, grouped=False, index=6, maximum=127.0)
+int2c = Codec("int2c", 2, grouped=True, index=7, cut=10)
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (f16, bf16, e4m3, int4, int2)}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (f16, bf16, e4m3, int4, int2, e5m2, int8, int2c)}
 
 
 def pack(codes: NDArray[np.integer[Any]], bits: int) -> Words:
@@ -98,15 +122,20 @@ def unpack(words: Words, bits: int) -> Codes:
 
 
 def encode_plain(codec: Codec, x: Floats, scale: Floats | float = 1.0) -> Codes:
-    """Codes of a plain codec, same shape as x. ``scale`` (dequantization multiplier, e4m3 only) broadcasts."""
+    """Codes of a plain codec, same shape as x. ``scale`` (the multiplier of a scaled codec) broadcasts."""
     x = np.asarray(x, dtype=np.float32)
     if codec == f16:
         return np.clip(x, -F16_MAX, F16_MAX).astype(np.float16).view(np.uint16).astype(np.uint32)
     if codec == bf16:
         bits = x.view(np.uint32)
         return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    ratio = (x / np.asarray(scale, dtype=np.float32)).astype(np.float32)
     if codec == e4m3:
-        return _e4m3_codes((x / np.asarray(scale, dtype=np.float32)).astype(np.float32))
+        return _float8_codes(ratio, codec.maximum, mantissa=3, bias=7)
+    if codec == e5m2:
+        return _float8_codes(ratio, codec.maximum, mantissa=2, bias=15)
+    if codec == int8:
+        return np.rint(np.clip(ratio, -codec.maximum, codec.maximum)).astype(np.int8).view(np.uint8).astype(np.uint32)
     raise ValueError(f"codec {codec} stores groups, not single values; use encode_group")
 
 
@@ -116,22 +145,27 @@ def decode_plain(codec: Codec, codes: Codes, scale: Floats | float = 1.0) -> NDA
         return codes.astype(np.uint16).view(np.float16).astype(np.float32)
     if codec == bf16:
         return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    scale = np.asarray(scale, dtype=np.float32)
     if codec == e4m3:
         # e4m3 without its infinities is fp16 with 3 mantissa bits and an exponent bias smaller by 8.
         half = ((codes & np.uint32(0x80)) << np.uint32(8)) | ((codes & np.uint32(0x7F)) << np.uint32(7))
-        values = half.astype(np.uint16).view(np.float16).astype(np.float32) * np.float32(256.0)
-        return values * np.asarray(scale, dtype=np.float32)
+        return half.astype(np.uint16).view(np.float16).astype(np.float32) * np.float32(256.0) * scale
+    if codec == e5m2:  # the upper byte of an fp16
+        return (codes << np.uint32(8)).astype(np.uint16).view(np.float16).astype(np.float32) * scale
+    if codec == int8:
+        return codes.astype(np.uint8).view(np.int8).astype(np.float32) * scale
     raise ValueError(f"codec {codec} stores groups, not single values; use decode_group")
 
 
-def _e4m3_codes(x: NDArray[np.float32]) -> Codes:
-    magnitude = np.minimum(np.abs(x), np.float32(E4M3_MAX))
+def _float8_codes(x: NDArray[np.float32], maximum: float, *, mantissa: int, bias: int) -> Codes:
+    """Codes of a sign bit, 7 - mantissa bits of exponent with the given bias, and the mantissa."""
+    magnitude = np.minimum(np.abs(x), np.float32(maximum))
     bits = magnitude.view(np.uint32)
-    normal = ((bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)) - np.uint32(
-        (127 - 7) << 3
-    )
-    subnormal = np.rint(magnitude * np.float32(512.0)).astype(np.uint32)  # steps of 2^-9 below 2^-6
-    codes = np.where(magnitude < np.float32(2.0**-6), subnormal, normal)
+    dropped = np.uint32(23 - mantissa)
+    half = np.uint32((1 << (22 - mantissa)) - 1) + ((bits >> dropped) & np.uint32(1))  # a tie goes up from odd only
+    normal = ((bits + half) >> dropped) - np.uint32((127 - bias) << mantissa)
+    subnormal = np.rint(magnitude * np.float32(2.0 ** (bias - 1 + mantissa))).astype(np.uint32)
+    codes = np.where(magnitude < np.float32(2.0 ** (1 - bias)), subnormal, normal)
     signed: Codes = codes | ((x.view(np.uint32) >> np.uint32(31)) << np.uint32(7))
     return signed
 
@@ -144,8 +178,13 @@ def encode_group(codec: Codec, x: Floats) -> tuple[Codes, Words]:
     if not codec.grouped:
         raise ValueError(f"codec {codec} has no groups; use encode_plain")
     x = np.asarray(x, dtype=np.float32)
-    low, high = x.min(axis=-1), x.max(axis=-1)
-    scale = np.minimum((high - low) / np.float32(codec.levels), np.float32(F16_MAX)).astype(np.float16)
+    low = x.min(axis=-1)
+    span = x.max(axis=-1) - low
+    if codec.cut:
+        # A quotient: a compiler may fuse a product with the sum that takes it, and then rounds once, not twice.
+        margin = span / np.float32(codec.cut)
+        low, span = low + margin, span - 2 * margin
+    scale = np.minimum(span / np.float32(codec.levels), np.float32(F16_MAX)).astype(np.float16)
     minimum = np.clip(low, -F16_MAX, F16_MAX).astype(np.float16)
     step = scale.astype(np.float32)[..., None]
     distance = x - minimum.astype(np.float32)[..., None]

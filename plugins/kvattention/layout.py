@@ -142,13 +142,13 @@ class RecordLayout:
         )
 
     def encode(self, k: Floats, v: Floats, record: Words, k_scales: Floats, v_scales: Floats) -> None:
-        """Encode k, v ``[Hkv, G, D]`` into a record. Scales ``[Hkv]`` matter to e4m3 only."""
+        """Encode k, v ``[Hkv, G, D]`` into a record. k_scales ``[Hkv, D]`` and v_scales ``[Hkv]``."""
         k_codes, k_params, v_codes, v_params = self.parts(record)
         channels = np.ascontiguousarray(np.swapaxes(k, 1, 2))  # [Hkv, D, G]
         if self.k.grouped:
             codes, k_params[...] = encode_group(self.k, channels)
         else:
-            codes = encode_plain(self.k, channels, k_scales[:, None, None])
+            codes = encode_plain(self.k, channels, k_scales[:, :, None])
         k_codes[...] = pack(codes, self.k.bits)
         if self.v.grouped:
             codes = np.empty(v.shape, np.uint32)
@@ -167,7 +167,7 @@ class RecordLayout:
         if self.k.grouped:
             channels = decode_group(self.k, codes, k_params)
         else:
-            channels = decode_plain(self.k, codes, k_scales[:, None, None])
+            channels = decode_plain(self.k, codes, k_scales[:, :, None])
         codes = unpack(v_codes, self.v.bits)
         if self.v.grouped:
             v = np.empty(codes.shape, np.float32)
@@ -182,8 +182,8 @@ class RecordLayout:
             yield slice(start, min(start + VALUES_PER_PARAM, self.head_dim))
 
 
-def _ones() -> NDArray[np.float32]:
-    return np.ones(0, np.float32)
+def _one() -> NDArray[np.float32]:
+    return np.ones((), np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,8 +191,9 @@ class LayerSpec:
     """What one layer tells an implementation: its records, where they sit in a block, and how it attends.
 
     hot_offset and cold_offset count words from the start of a hot or cold block. A query at position i sees keys j
-    with ``i - window < j <= i``; window None sees all. k_scales, v_scales are float32 ``[Hkv]`` multipliers of the
-    e4m3 codec; left empty they are ones. Compared by identity.
+    with ``i - window < j <= i``; window None sees all. k_scales float32 ``[Hkv, D]`` and v_scales
+    float32 ``[Hkv]`` are the multipliers of scaled codecs, 1 by default; given as one number, or K's as ``[Hkv]``, they
+    are broadcast. Compared by identity.
 
     Raises ValueError for a hot record that is not f16/f16 or bf16/bf16, for records of different shapes, for a
     window below 1, or for scales that are not finite and positive.
@@ -204,8 +205,8 @@ class LayerSpec:
     cold_offset: int = 0
     window: int | None = None
     softmax_scale: float = 1.0
-    k_scales: NDArray[np.float32] = field(default_factory=_ones)
-    v_scales: NDArray[np.float32] = field(default_factory=_ones)
+    k_scales: NDArray[np.float32] = field(default_factory=_one)
+    v_scales: NDArray[np.float32] = field(default_factory=_one)
 
     def __post_init__(self) -> None:
         if self.hot.k != self.hot.v or not self.hot.k.hot:
@@ -214,13 +215,16 @@ class LayerSpec:
             raise ValueError(f"hot record {_shape(self.hot)} and cold record {_shape(self.cold)} differ in shape")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window {self.window} must be at least 1 (None sees everything)")
-        for name in ("k_scales", "v_scales"):
-            scales = np.ascontiguousarray(getattr(self, name), dtype=np.float32)
-            if not scales.size:
-                scales = np.ones(self.kv_heads, np.float32)
-            if scales.shape != (self.kv_heads,) or not np.all(np.isfinite(scales) & (scales > 0)):
-                raise ValueError(f"{name} {scales} must be {self.kv_heads} positive finite numbers, one per KV head")
-            object.__setattr__(self, name, scales)
+        object.__setattr__(self, "k_scales", self._scales("k_scales", (self.kv_heads, self.head_dim)))
+        object.__setattr__(self, "v_scales", self._scales("v_scales", (self.kv_heads,)))
+
+    def _scales(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """The field in full: its axes stand for the first ones of ``shape``."""
+        scales = np.asarray(getattr(self, name), dtype=np.float32)
+        if scales.shape != shape[: scales.ndim] or not np.all(np.isfinite(scales) & (scales > 0)):
+            raise ValueError(f"{name} {scales} must be positive finite numbers, of shape {shape} or its first axes")
+        missing = (1,) * (len(shape) - scales.ndim)
+        return np.ascontiguousarray(np.broadcast_to(scales.reshape(scales.shape + missing), shape))
 
     @property
     def kv_heads(self) -> int:

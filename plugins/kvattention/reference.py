@@ -72,15 +72,14 @@ def as_stored(
     for block in cold_blocks:
         tokens = slice(block * group, (block + 1) * group)
         k[tokens] = _round_trip(layer.cold.k, k[tokens], 0, group, layer.k_scales)
-        v[tokens] = _round_trip(layer.cold.v, v[tokens], 2, VALUES_PER_PARAM, layer.v_scales)
+        v[tokens] = _round_trip(layer.cold.v, v[tokens], 2, VALUES_PER_PARAM, layer.v_scales[:, None])
     return k, v
 
 
 def _round_trip(codec: Codec, x: Floats, axis: int, per_group: int, scales: Floats) -> NDArray[np.float32]:
-    """x ``[G, Hkv, D]`` after encode and decode, with groups of ``per_group`` along ``axis``."""
+    """x ``[G, Hkv, D]`` after encode and decode, with groups of ``per_group`` along ``axis``; scales broadcast."""
     if not codec.grouped:
-        per_head = scales[None, :, None]
-        return decode_plain(codec, encode_plain(codec, x, per_head), per_head)
+        return decode_plain(codec, encode_plain(codec, x, scales), scales)
     borders = range(per_group, x.shape[axis], per_group)
     pieces = []
     for piece in np.split(x, borders, axis=axis):

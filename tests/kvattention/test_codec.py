@@ -24,8 +24,17 @@ from kvattention.codec import (
 
 GROUPED = [codec for codec in CODECS.values() if codec.grouped]
 PLAIN = [codec for codec in CODECS.values() if not codec.grouped]
+SCALED = [codec for codec in CODECS.values() if codec.scaled]
 
-TORCH_TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+TORCH_TYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+ERRORS = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17), "int8": (0.0, 0.5)}
+"""Of scaled codecs: relative, or absolute and in scales where that is more."""
 
 
 def _floats(width: int, limit: float) -> st.SearchStrategy[np.ndarray]:
@@ -43,26 +52,43 @@ def _sample() -> np.ndarray:
     return (exponents | mantissas | signs).view(np.float32)
 
 
+def _in_torch(codec: Codec, x: np.ndarray) -> torch.Tensor:
+    """x in Torch's type of the codec; its casts to integers truncate, those to floats may overflow."""
+    within = torch.from_numpy(np.clip(x, -codec.maximum, codec.maximum))
+    return (within.round() if codec.name == "int8" else within).to(TORCH_TYPES[codec.name])
+
+
 @pytest.mark.parametrize("codec", PLAIN, ids=str)
 def test_plain_codecs_round_as_torch_does(codec: Codec) -> None:
     x = _sample()
-    limit = {"f16": 65504.0, "bf16": np.inf, "e4m3": 448.0}[codec.name]
-    expected = torch.from_numpy(np.clip(x, -limit, limit)).to(TORCH_TYPES[codec.name]).float().numpy()
+    expected = _in_torch(codec, x).float().numpy()
     np.testing.assert_array_equal(decode_plain(codec, encode_plain(codec, x)), expected)
 
 
 @pytest.mark.parametrize("codec", PLAIN, ids=str)
 def test_plain_codes_are_the_formats_own_bits(codec: Codec) -> None:
-    x = np.clip(_sample(), -448, 448)
+    x = _sample()
     view = torch.int8 if codec.bits == 8 else torch.int16
-    bits = torch.from_numpy(x).to(TORCH_TYPES[codec.name]).view(view).numpy()
+    bits = _in_torch(codec, x).view(view).numpy()
     np.testing.assert_array_equal(encode_plain(codec, x), bits.view(f"u{codec.bits // 8}"))
 
 
-def test_e4m3_scale_is_the_dequantization_multiplier() -> None:
-    codec = CODECS["e4m3"]
+@pytest.mark.parametrize("codec", SCALED, ids=str)
+def test_the_scale_is_the_dequantization_multiplier(codec: Codec) -> None:
     assert decode_plain(codec, encode_plain(codec, np.float32([3.0]), 0.5), 0.5) == 3.0
-    assert decode_plain(codec, encode_plain(codec, np.float32([1e6]), 2.0), 2.0) == 896.0  # saturated
+    assert decode_plain(codec, encode_plain(codec, np.float32([1e6]), 2.0), 2.0) == 2 * codec.maximum  # saturated
+
+
+@pytest.mark.parametrize("codec", SCALED, ids=str)
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(x=_floats(32, 2.0**100), scale=st.floats(2.0**-20, 2.0**20, width=32))
+def test_errors_of_scaled_codecs_are_bounded(codec: Codec, x: np.ndarray, scale: float) -> None:
+    x.sort()
+    decoded = decode_plain(codec, encode_plain(codec, x, scale), scale)
+    within = np.clip(x, -codec.maximum * scale, codec.maximum * scale)
+    relative, absolute = ERRORS[codec.name]
+    assert (np.abs(decoded - within) <= np.maximum(relative * np.abs(within), absolute * scale) * (1 + 1e-5)).all()
+    assert (np.diff(decoded) >= 0).all()
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
@@ -91,16 +117,34 @@ def test_a_group_by_hand() -> None:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_group_error_is_bounded_by_half_a_step(codec: Codec, data: st.DataObject) -> None:
-    x = round_to(CODECS["f16"], data.draw(_floats(16, 65504.0)))
+    x = np.sort(round_to(CODECS["f16"], data.draw(_floats(16, 65504.0))))
     codes, params = encode_group(codec, x)
     scale, minimum = split_params(params)
     decoded = decode_group(codec, codes, params)
-    assert np.isfinite(decoded).all()
     assert codes.max() <= codec.levels
-    assert minimum == x.min()
-    # The fp16 scale may be off by half its last digit, which the top code multiplies by `levels`.
+    assert (np.diff(decoded) >= 0).all()
+    margin = (x[-1] - x[0]) * (1 - codec.clip) / 2
+    within = np.clip(x, x[0] + margin, x[-1] - margin)  # values outside take the nearest end
+    # The fp16 scale may be off by half its last digit, which the top code multiplies by `levels`; the smallest value
+    # is one in fp16 already, but not where the range is narrowed.
     slack = codec.levels * max(float(scale) * 2**-11, 2**-25)
-    assert np.abs(x - decoded).max() <= float(scale) / 2 + slack + 1e-6 * np.abs(x).max()
+    if codec.cut:
+        slack += max(abs(float(minimum)) * 2**-11, 2**-25)
+    else:
+        assert minimum == x.min()
+    assert np.abs(within - decoded).max() <= float(scale) / 2 + slack + 1e-6 * np.abs(x).max()
+
+
+def test_a_narrowed_group_by_hand() -> None:
+    """A range of 20 loses 2 at either end: codes stand for -8, -8 + 16 / 3, ... 8."""
+    codes, params = encode_group(CODECS["int2c"], np.float32([-10.0, -9.0, -8.0, -5.0, 0.1, 5.4, 7.0, 10.0]))
+    assert codes.tolist() == [0, 0, 0, 1, 2, 3, 3, 3]
+    scale, minimum = split_params(params)
+    assert (float(scale), float(minimum)) == (np.float16(16 / 3), -8.0)
+    np.testing.assert_array_equal(
+        decode_group(CODECS["int2c"], codes, params), decode_group(CODECS["int2"], codes, params)
+    )
+    assert CODECS["int2c"].reader == CODECS["int2"]
 
 
 @pytest.mark.parametrize("codec", GROUPED, ids=str)
@@ -114,7 +158,7 @@ def test_a_constant_group_decodes_to_itself(codec: Codec, value: float) -> None:
 def test_the_widest_group_stays_finite(codec: Codec) -> None:
     x = np.where(np.arange(32) % 2, 65504.0, -65504.0).astype(np.float32)
     decoded = decode_group(codec, *encode_group(codec, x))
-    np.testing.assert_allclose(decoded, x, rtol=1e-3)
+    np.testing.assert_allclose(decoded, x * codec.clip, rtol=1e-3)
 
 
 @pytest.mark.parametrize("codec", GROUPED, ids=str)

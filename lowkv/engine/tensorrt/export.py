@@ -142,7 +142,7 @@ def _fields(specs: Sequence[LayerSpec], config: ModelConfig, recipe: Recipe) -> 
 
 
 def _kv_scales(spec: LayerSpec) -> Tensor:
-    return torch.stack((torch.from_numpy(spec.k_scales), torch.from_numpy(spec.v_scales)))
+    return torch.stack((torch.from_numpy(spec.k_scales[:, 0]), torch.from_numpy(spec.v_scales)))
 
 
 # -- tracing -------------------------------------------------------------------------------------------------

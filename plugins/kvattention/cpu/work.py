@@ -225,7 +225,7 @@ def _encode_cold(layer, head, keys, values, arena, cold, k_scales, v_scales):
     for d in range(channels):
         at = record + (head * channels + d) * row
         at_params = record + layer[K_PARAMS] + head * channels + d
-        _encode_row(layer[COLD_K], keys[d], group, k_scales[head], group, arena, at, arena, at_params)
+        _encode_row(layer[COLD_K], keys[d], group, k_scales[head, d], group, arena, at, arena, at_params)
     row = channels * _bits(layer[COLD_V]) // 32
     params = (channels + 31) // 32
     for t in range(group):
@@ -297,7 +297,7 @@ def _append(call, layer, s, head, scratch):
     halves = carray(pointer(call[ARENA]), (1 << 60,), np.int16)
     keys = carray(pointer(scratch + 4 * _KEYS), (channels, group), np.float32)
     values = carray(pointer(scratch + 4 * _VALUES), (group, channels), np.float32)
-    k_scales = carray(pointer(layer[K_SCALES]), (layer[KV_HEADS],), np.float32)
+    k_scales = carray(pointer(layer[K_SCALES]), (layer[KV_HEADS], layer[HEAD_DIM]), np.float32)
     v_scales = carray(pointer(layer[V_SCALES]), (layer[KV_HEADS],), np.float32)
     for block in range(past // group, (total - 1) // group + 1):
         begin = max(past, block * group)
@@ -349,7 +349,7 @@ def _attend(call, layer, s, head, token, tokens, scratch):
     cold_begin = np.int64(_ints(call[COLD_BEGIN] + 4 * s, 1)[0])
     cold_end = np.int64(_ints(call[COLD_END] + 4 * s, 1)[0])
     direct_end = np.int64(_ints(call[DIRECT_END] + 4 * s, 1)[0])
-    k_scale = carray(pointer(layer[K_SCALES]), (layer[KV_HEADS],), np.float32)[head]
+    k_scale = carray(pointer(layer[K_SCALES]), (layer[KV_HEADS], layer[HEAD_DIM]), np.float32)[head, 0]
     v_scale = carray(pointer(layer[V_SCALES]), (layer[KV_HEADS],), np.float32)[head]
     softmax_scale = float_value(np.uint32(layer[SOFTMAX_SCALE]))
     window = layer[WINDOW]
@@ -518,7 +518,7 @@ def _seal(layer, head, arena_at, hot, cold, scratch):
     _unpack_hot(layer, head, arena_at, hot, scratch + 4 * _KEYS, scratch + 4 * _VALUES)
     keys = carray(pointer(scratch + 4 * _KEYS), (channels, group), np.float32)
     values = carray(pointer(scratch + 4 * _VALUES), (group, channels), np.float32)
-    k_scales = carray(pointer(layer[K_SCALES]), (layer[KV_HEADS],), np.float32)
+    k_scales = carray(pointer(layer[K_SCALES]), (layer[KV_HEADS], layer[HEAD_DIM]), np.float32)
     v_scales = carray(pointer(layer[V_SCALES]), (layer[KV_HEADS],), np.float32)
     _encode_cold(layer, head, keys, values, _ints(arena_at, np.int64(1 << 60)), cold, k_scales, v_scales)
 

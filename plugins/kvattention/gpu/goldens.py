@@ -35,6 +35,8 @@ Floats = NDArray[np.float32]
 
 UNIT_ROUNDOFF = {"f16": 2.0**-11, "bf16": 2.0**-8}
 SUMS = 1e-4
+KNOWN = {"f16", "bf16", "e4m3", "int4", "int2"}
+"""Codecs that the kernels have."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,12 @@ def check(attention: GpuAttention, case: Case, fp8_query: bool | None = None) ->
             )
             used = max(used, float((error / tolerance).max()))
     return used
+
+
+def missing(case: Case) -> str:
+    """What the kernels lack for the case; empty if nothing."""
+    codecs = {codec for pair in case.formats for codec in pair} - KNOWN
+    return ", ".join(sorted(codecs)) or "K scales per channel" * (case.scales == "channel")
 
 
 def in_bf16(case: Case) -> Case:

@@ -109,8 +109,8 @@ def layer_table(layers: Sequence[LayerSpec]) -> NDArray[np.int32]:
 
 
 def layer_scales(layers: Sequence[LayerSpec]) -> NDArray[np.float32]:
-    """e4m3 multipliers, float32 ``[L, 2, Hkv]``: of K, of V."""
-    return np.stack([np.stack([layer.k_scales, layer.v_scales]) for layer in layers])
+    """e4m3 multipliers, float32 ``[L, 2, Hkv]``: of K (of the first channel, all are taken to have it), of V."""
+    return np.stack([np.stack([layer.k_scales[:, 0], layer.v_scales]) for layer in layers])
 
 
 def seal_launch(
