@@ -142,7 +142,15 @@ def _fields(specs: Sequence[LayerSpec], config: ModelConfig, recipe: Recipe) -> 
 
 
 def _kv_scales(spec: LayerSpec) -> Tensor:
-    return torch.stack((torch.from_numpy(spec.k_scales[:, 0]), torch.from_numpy(spec.v_scales)))
+    """[2, kv_heads], as the plugin takes them. Raises LowkvError for K scales that differ within a head."""
+    heads = spec.k_scales[:, 0]
+    if (spec.k_scales != heads[:, None]).any():
+        raise LowkvError(
+            "the TensorRT plugin has no K scales per channel",
+            got=f"{spec.cold.k} keys with scales of their own for each channel",
+            expected="one K scale per KV head",
+        )
+    return torch.tensor([heads.tolist(), spec.v_scales.tolist()])
 
 
 # -- tracing -------------------------------------------------------------------------------------------------

@@ -377,6 +377,14 @@ def test_quantized_products_are_standard_operators(exported: tuple[Checkpoint, P
         assert codes.dims[1] == scales.dims[1]
 
 
+def test_k_scales_per_channel_are_refused(exported: tuple[Checkpoint, Path], gpu_recipe: Recipe) -> None:
+    plan = CachePlan.from_config(exported[0].config, gpu_recipe.kv_cache)
+    spec = plan.layer_specs()[0]
+    channels = np.linspace(1, 2, spec.k_scales.size, dtype=np.float32).reshape(spec.k_scales.shape)
+    with pytest.raises(LowkvError, match="no K scales per channel"):
+        export._kv_scales(replace(spec, k_scales=channels))
+
+
 @pytest.mark.slow
 def test_the_same_input_gives_the_same_bytes(
     exported: tuple[Checkpoint, Path], gpu_recipe: Recipe, tmp_path: Path
