@@ -174,7 +174,7 @@ class Variant:
     @property
     def num_warps(self) -> int:
         """Enough for the tiles to stay in registers on every architecture; the static check compiles and looks."""
-        return 8 if self.kernel == "attend" and self.rows * self.block_d > 4096 else 4
+        return 8 if self.kernel == "append" or self.rows * self.block_d > 4096 else 4
 
     @property
     def num_stages(self) -> int:
