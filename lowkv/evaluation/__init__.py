@@ -1,5 +1,6 @@
-"""Quality of a KV format on real text, measured with the kernels that serve."""
+"""Quality of a KV format, measured with the kernels that serve: text, passkeys, arithmetic, agreement, and the gate."""
 
-from lowkv.evaluation.quality import TOKENS, Evaluation, Interval, Quality, evaluate
+from lowkv.evaluation.evaluation import DEFAULT, MEASURES, Evaluation, evaluate
+from lowkv.evaluation.intervals import Interval
 
-__all__ = ["TOKENS", "Evaluation", "Interval", "Quality", "evaluate"]
+__all__ = ["DEFAULT", "MEASURES", "Evaluation", "Interval", "evaluate"]

@@ -1,151 +1,58 @@
-"""What a KV format costs in quality: perplexity, KL divergence and top-1 agreement against FP16 KV.
+"""`text`: perplexity, KL divergence and top-1 agreement on real text, against FP16 KV.
 
-Everything that is measured runs on the kernels and block rules that serve: a plan's KV cache is filled token by
-token as decoding fills it, and every query reads the history as that cache stores it at that moment (older tokens
-quantized, the residual and the sink not). A prompt prefilled in one step would see itself in full precision and
-show nothing.
+Over the positions t of windows of text, p the probabilities with the KV format and q those with the baseline's:
 
-Feeding one token at a time would take hours, and is not needed. Which blocks are cold for the query at position p
-is `plan.cold_end(p)`, constant while p stays inside one block of G positions:
+    perplexity  exp(mean over t of -log p(x_t | x_<t))
+    ratio       exp(mean over t of log q(x_t | x_<t) - log p(x_t | x_<t)): perplexity over the baseline's
+    KL          mean over t of sum over the vocabulary of q log(q / p), in nats
+    top-1       share of positions where p and q have the same most likely token
 
-    position   aG ................. aG+G-1 | (a+1)G
-    cold_end   c                         c | c or more
-
-so one step of the G tokens of a whole block (or an aligned part of it), all reading the cache as it stood at aG,
-computes what G single steps compute. tests/evaluation holds the two against each other.
-
-All engines advance through the same windows side by side, so that the divergence from the baseline is exact, over
-the whole vocabulary, without keeping any distribution.
+Text is teacher-forced as decoding would read it (`lowkv.evaluation.feeding`). All subjects advance through the same
+windows side by side, so that the divergence is exact, over the whole vocabulary, without keeping any distribution.
+Intervals are block bootstraps: neighbouring positions are not independent.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lowkv.errors import LowkvError
+from lowkv.evaluation.feeding import BATCH, ROWS, Run
+from lowkv.evaluation.intervals import CONFIDENCE, Interval, exponential, of_blocks
+from lowkv.evaluation.measure import Advance, Figures, Measure
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import Tensor
 
-    from kvattention import Attention
     from lowkv.engine import EngineDir
+    from lowkv.evaluation.subjects import Subject
     from lowkv.kvcache import CachePlan
-    from lowkv.models.decoder import Decoder
     from lowkv.models.tokenizer import Tokenizer
-
-Progress = Callable[[int, int], None]
-"""Called with (tokens done, tokens in all), every format's tokens counted."""
 
 TOKENS = 4096
 WINDOW = 1024
-BASELINE = "fp16"
-CONFIDENCE = 0.95
-BOOTSTRAP_BLOCK = 64  # consecutive positions resampled together: neighbours are not independent
-BOOTSTRAP_ROUNDS = 2000
-_ROWS = 128  # logits rows in memory at a time
-_BATCH = 8  # windows advanced in one step
+BOOTSTRAP_BLOCK = 64  # consecutive positions resampled together
 
 
 @dataclass(frozen=True)
-class Interval:
-    """An estimate and its 95% confidence interval."""
+class Documents:
+    """Text that a user gives, and what it is called in a report."""
 
-    value: float
-    low: float
-    high: float
+    texts: tuple[str, ...]
+    source: str = "text given by the caller"
 
-    def __str__(self) -> str:
-        return f"{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]"
-
-
-@dataclass(frozen=True)
-class Quality:
-    """One engine's figures.
-
-    Attributes:
-        name: the engine, as it was named.
-        plan: its formats, with layer counts.
-        bits: effective bits per stored value at the window's length, residual and sink included.
-        positions: tokens predicted.
-        perplexity: exp of the mean negative log-likelihood.
-        ratio: perplexity over the baseline's on the same positions (1 is no loss).
-        kl: mean KL(baseline || this) over the vocabulary, in nats.
-        top1: share of positions whose most likely token is the baseline's.
-    """
-
-    name: str
-    plan: str
-    bits: float
-    positions: int
-    perplexity: Interval
-    ratio: Interval
-    kl: Interval
-    top1: Interval
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Figures of several engines on the same text, and how they were taken."""
-
-    results: tuple[Quality, ...]
-    baseline: str
-    source: str
-    windows: int
-    window_tokens: int
-    bos: bool  # every window begins with the model's BOS token
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Plain data for a report."""
-        return {
-            "baseline": self.baseline,
-            "text": self.source,
-            "windows": self.windows,
-            "window_tokens": self.window_tokens,
-            "bos": self.bos,
-            "method": "teacher-forced; history read as the KV cache stores it while decoding",
-            "confidence": CONFIDENCE,
-            "results": {result.name: asdict(result) for result in self.results},
-        }
-
-    def table(self) -> str:
-        """For a terminal."""
-        rows = [("engine", "formats", "bits", "perplexity", f"/ {self.baseline}", "KL (nats)", "top-1")]
-        rows += [
-            (
-                result.name,
-                result.plan,
-                f"{result.bits:.2f}",
-                f"{result.perplexity.value:.3f}",
-                str(result.ratio),
-                str(result.kl),
-                str(result.top1),
-            )
-            for result in self.results
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        start = "each after a BOS token" if self.bos else "no BOS token"
-        lines.append(
-            f"{self.results[0].positions} positions: {self.windows} windows of {self.window_tokens} tokens, {start}; "
-            f"[{CONFIDENCE:.0%} interval]; {self.source}"
-        )
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model with a cache plan, under a name."""
-
-    name: str
-    decoder: Decoder
-    plan: CachePlan
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -157,72 +64,132 @@ class Scores:
     agree: npt.NDArray[np.float64]
 
 
-def evaluate(
-    engines: Mapping[str, EngineDir],
-    text: Iterable[str] | None = None,
-    *,
-    tokens: int = TOKENS,
-    window: int = WINDOW,
-    baseline: str | None = None,
-    source: str | None = None,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """Measure engines of one model (one tokenizer) on the same text.
+@dataclass(frozen=True)
+class TextMeasure(Measure):
+    """Perplexity, KL and top-1 on `tokens / window` windows (at least one) of `window` tokens each.
 
-    Args:
-        engines: by the name they are to be reported under.
-        text: documents; None is `lowkv.evaluation.text.wikipedia()`.
-        tokens: about how many to use in all: `tokens / window` windows, at least one.
-        window: tokens per window.
-        baseline: name of the engine to compare with; None is FP16 KV over the first engine's weights, under the
-            name of the first engine that is just that if there is one, else "fp16" in front of the others.
-        source: what the text is, for the report.
-        progress: told how far it is.
-
-    Raises:
-        LowkvError: no engines, differing vocabularies, an unknown baseline, a window beyond the model's positions,
-            or not enough text.
+    `documents` None is an excerpt of Wikipedia (`lowkv.evaluation.text`).
     """
-    from lowkv.evaluation.text import SOURCE, wikipedia
 
-    if not engines:
-        raise LowkvError("there is no engine to evaluate", expected="at least one")
-    if text is None:
-        text, source = (article for _, article in wikipedia()), SOURCE
-    subjects = _subjects(engines, baseline)
-    first = next(iter(engines.values()))
-    if window > first.model_config.max_positions:
-        raise LowkvError(
-            "the window is longer than the model's positions",
-            got=window,
-            expected=f"at most {first.model_config.max_positions}",
+    name: ClassVar[str] = "text"
+    beside_baseline: ClassVar[bool] = True
+
+    tokens: int = TOKENS
+    window: int = WINDOW
+    documents: Documents | None = None
+
+    @property
+    def windows(self) -> int:
+        return max(1, self.tokens // self.window)
+
+    @property
+    def source(self) -> str:
+        from lowkv.evaluation.text import SOURCE
+
+        return SOURCE if self.documents is None else self.documents.source
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        digest = None if self.documents is None else self.documents.sha256
+        return {"windows": self.windows, "window": self.window, "source": self.source, "text_sha256": digest}
+
+    @property
+    def parts(self) -> int:
+        return -(-self.windows // BATCH)
+
+    def prepare(self, engine: EngineDir) -> list[TextPart]:
+        """Raises LowkvError for a window beyond the model's positions, or too little text."""
+        tokenizer = engine.tokenizer()
+        ids, bos = self.read(engine, tokenizer), bool(beginning(tokenizer))
+        return [TextPart(ids[first : first + BATCH], bos) for first in range(0, len(ids), BATCH)]
+
+    def read(self, engine: EngineDir, tokenizer: Tokenizer, room: int = 0) -> npt.NDArray[np.int64]:
+        """The windows, [W, N] token ids. Raises LowkvError as `prepare` does; `room` more positions are needed."""
+        from lowkv.evaluation.text import wikipedia
+
+        longest = engine.model_config.max_positions
+        if self.window + room > longest:
+            raise LowkvError(
+                "the window is longer than the model's positions",
+                got=self.window + room,
+                expected=f"at most {longest}",
+            )
+        texts = (text for _, text in wikipedia()) if self.documents is None else self.documents.texts
+        return windows_of(tokenizer, texts, self.windows, self.window)
+
+    def figures(self, plan: CachePlan, outcomes: Sequence[Any], baseline: Sequence[Any]) -> Figures:
+        nll, kl, agree, base = (
+            np.concatenate([np.ravel(outcome[key]) for outcome in chosen])
+            for key, chosen in (("nll", outcomes), ("kl", outcomes), ("agree", outcomes), ("nll", baseline))
         )
-    ids, bos = windows_of(first.tokenizer(), text, max(1, tokens // window), window)
-    name = baseline or next(s.name for s in subjects if not s.plan.seals)
-    scores = score(subjects, name, ids, progress)
-    return Evaluation(
-        results=tuple(_quality(subject, scores[subject.name], scores[name], window) for subject in subjects),
-        baseline=name,
-        source=source or "text given by the caller",
-        windows=len(ids),
-        window_tokens=window,
-        bos=bos,
-    )
+        sizes = np.tile(_block_sizes(self.window - 1), self.windows).astype(np.float64)
+        found = {
+            "perplexity": exponential(of_blocks(nll, sizes)),
+            "ratio": exponential(of_blocks(nll - base, sizes)),
+            "kl": of_blocks(kl, sizes),
+            "top1": of_blocks(agree, sizes),
+        }
+        return {
+            "bits": plan.effective_bits(self.window),
+            "positions": self.windows * (self.window - 1),
+            "bos": outcomes[0]["bos"],  # every window begins with the model's BOS token
+            **{key: asdict(interval) for key, interval in found.items()},
+        }
+
+    def tables(self, results: dict[str, Figures], baseline: str) -> list[Table]:
+        from rich.table import Table
+
+        start = "each after a BOS token" if next(iter(results.values()))["bos"] else "no BOS token"
+        windows = f"{self.windows} windows of {self.window} tokens, {start}"
+        table = Table(title="text", caption=f"{windows}; [{CONFIDENCE:.0%} interval]; {self.source}")
+        for column in ("engine", "formats", "bits", "perplexity", f"/ {baseline}", "KL (nats)", "top-1"):
+            table.add_column(column)
+        for name, found in results.items():
+            intervals = [str(Interval.from_mapping(found[key])) for key in ("ratio", "kl", "top1")]
+            perplexity = f"{found['perplexity']['value']:.3f}"
+            table.add_row(name, found["plan"], f"{found['bits']:.2f}", perplexity, *intervals)
+        return [table]
 
 
-def windows_of(
-    tokenizer: Tokenizer, documents: Iterable[str], count: int, length: int
-) -> tuple[npt.NDArray[np.int64], bool]:
+@dataclass(frozen=True)
+class TextPart:
+    """Some windows, [W, N] token ids, and whether each begins with a BOS token."""
+
+    ids: npt.NDArray[np.int64] = field(repr=False)
+    bos: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.size
+
+    def run(self, subjects: Sequence[Subject], advance: Advance) -> list[Any]:
+        """Sums over blocks of positions, [W, blocks] of each kind; the baseline is the first subject."""
+        scores = score(subjects, subjects[0].name, self.ids, advance)
+        edges = range(0, self.ids.shape[1] - 1, BOOTSTRAP_BLOCK)
+        return [
+            {"bos": self.bos}
+            | {
+                key: np.add.reduceat(getattr(scores[subject.name], key), edges, axis=1).tolist()
+                for key in ("nll", "kl", "agree")
+            }
+            for subject in subjects
+        ]
+
+
+def _block_sizes(positions: int) -> npt.NDArray[np.int64]:
+    return np.diff([*range(0, positions, BOOTSTRAP_BLOCK), positions])
+
+
+def windows_of(tokenizer: Tokenizer, documents: Iterable[str], count: int, length: int) -> npt.NDArray[np.int64]:
     """Windows out of documents: the beginning of each one that is long enough, then its next tokens, and so on.
 
     Returns:
-        [count, length] token ids, and whether each window begins with what the tokenizer puts before a text (BOS).
+        [count, length] token ids; each window begins with what the tokenizer puts before a text (BOS, if anything).
 
     Raises:
         LowkvError: there is not so much text.
     """
-    bare, full = tokenizer.encode("a", add_special=False), tokenizer.encode("a")
-    head = full[: next(at for at in range(len(full)) if full[at : at + len(bare)] == bare)]
+    head = beginning(tokenizer)
     size = length - len(head)
     found: list[list[int]] = []
     waiting: Iterable[str] = documents
@@ -236,7 +203,7 @@ def windows_of(
                 found.append([*head, *ids])
                 longer.append(document)
             if len(found) == count:
-                return np.array(found, np.int64), bool(head)
+                return np.array(found, np.int64)
         if not longer:
             break
         waiting = longer
@@ -248,11 +215,17 @@ def windows_of(
     )
 
 
+def beginning(tokenizer: Tokenizer) -> list[int]:
+    """What a tokenizer puts before a text: a BOS token, often nothing."""
+    bare, full = tokenizer.encode("a", add_special=False), tokenizer.encode("a")
+    return full[: next(at for at in range(len(full)) if full[at : at + len(bare)] == bare)]
+
+
 def score(
     subjects: Sequence[Subject],
     baseline: str,
     windows: npt.NDArray[np.int64],
-    progress: Progress | None = None,
+    advance: Advance | None = None,
     *,
     attention: str = "cpu",
 ) -> dict[str, Scores]:
@@ -262,32 +235,28 @@ def score(
         subjects: the baseline is among them.
         baseline: its name.
         windows: [W, N] token ids.
-        progress: told how far it is.
+        advance: told of tokens as they are done, every subject's counted.
         attention: name of the kernels (`kvattention.select`).
     """
     import torch
 
-    from kvattention import select
-
-    kernels = select(attention)
     count, length = windows.shape
     step = min(subject.plan.group_size for subject in subjects)
     ordered = sorted(subjects, key=lambda subject: subject.name != baseline)  # the baseline first
     scores = {subject.name: Scores(*(np.zeros((count, length - 1)) for _ in range(3))) for subject in ordered}
-    done, total = 0, len(subjects) * windows.size
-    for first in range(0, count, _BATCH):
-        batch = windows[first : first + _BATCH]
-        runs = [_Run(subject, kernels, len(batch), length, step) for subject in ordered]
+    for first in range(0, count, BATCH):
+        batch = windows[first : first + BATCH]
+        runs = [Run(subject, len(batch), length, step=step, attention=attention) for subject in ordered]
         for begin in range(0, length, step):
             tokens = batch[:, begin : begin + step]
             targets = batch[:, begin + 1 : begin + 1 + step]  # one short at the very end
             positions = slice(begin, begin + targets.shape[1])
             hidden = []
             for run in runs:
-                hidden.append(run.feed(tokens)[:, : targets.shape[1]].flatten(0, 1))
-                done += tokens.size
-                if progress is not None:
-                    progress(done, total)
+                states = run.feed(list(enumerate(tokens))).view(*tokens.shape, -1)
+                hidden.append(states[:, : targets.shape[1]].flatten(0, 1))
+                if advance is not None:
+                    advance(tokens.size)
             if not targets.size:
                 continue
             compared = _compare(ordered, hidden, torch.from_numpy(targets.flatten()))
@@ -299,29 +268,6 @@ def score(
                 ):
                     array[first : first + len(batch), positions] = column
     return scores
-
-
-class _Run:
-    """One subject's KV cache with a sequence per window, advancing in aligned steps."""
-
-    def __init__(self, subject: Subject, kernels: Attention, windows: int, length: int, step: int) -> None:
-        from lowkv.kvcache import KVCache, SlabGeometry, reservation
-        from lowkv.serving.torch_executor import TorchExecutor
-
-        plan = subject.plan
-        hot, cold = reservation(plan, length, step)
-        geometry = SlabGeometry.for_plan(plan)
-        slabs = geometry.slabs_for(hot * windows, cold * windows)
-        self._executor = TorchExecutor(subject.decoder, KVCache(plan, slabs * geometry.bytes, kernels))
-        self._sequences = [self._executor.cache.add() for _ in range(windows)]
-
-    def feed(self, tokens: npt.NDArray[np.int64]) -> Tensor:
-        """Feed [W, n] tokens, the next of each window; returns the hidden states, [W, n, hidden]."""
-        cache = self._executor.cache
-        step = cache.prepare([(sequence, tokens.shape[1]) for sequence in self._sequences])
-        hidden = self._executor.hidden(np.ascontiguousarray(tokens.flatten()), step)
-        cache.commit(step)
-        return hidden.view(*tokens.shape, -1)
 
 
 def _compare(subjects: Sequence[Subject], hidden: Sequence[Tensor], targets: Tensor) -> npt.NDArray[np.float64]:
@@ -336,8 +282,8 @@ def _compare(subjects: Sequence[Subject], hidden: Sequence[Tensor], targets: Ten
 
     parts = []
     with torch.inference_mode():
-        for begin in range(0, len(targets), _ROWS):
-            rows = slice(begin, begin + _ROWS)
+        for begin in range(0, len(targets), ROWS):
+            rows = slice(begin, begin + ROWS)
             wanted = targets[rows, None]
             columns = []
             for index, subject in enumerate(subjects):
@@ -355,58 +301,3 @@ def _compare(subjects: Sequence[Subject], hidden: Sequence[Tensor], targets: Ten
             parts.append(torch.stack(columns))
     compared: npt.NDArray[np.float64] = torch.cat(parts, -1).double().numpy()
     return compared
-
-
-def _subjects(engines: Mapping[str, EngineDir], baseline: str | None) -> list[Subject]:
-    """Every engine, weights loaded once per content, and the FP16 baseline in front if it is not among them."""
-    from lowkv.kvcache import CachePlan
-    from lowkv.recipe import KVCacheConfig
-
-    if baseline is not None and baseline not in engines:
-        raise LowkvError("no engine has the baseline's name", got=baseline, expected=", ".join(engines))
-    vocabularies = {name: engine.model_config.vocab for name, engine in engines.items()}
-    if len(set(vocabularies.values())) > 1:
-        raise LowkvError("the engines are not of one model: their vocabularies differ", got=vocabularies)
-    decoders: dict[frozenset[Any], Decoder] = {}
-    subjects = []
-    for name, engine in engines.items():
-        key = frozenset((file, record.sha256) for file, record in engine.manifest.files.items())
-        if key not in decoders:
-            decoders[key] = engine.load_decoder()
-        subjects.append(Subject(name, decoders[key], engine.cache_plan))
-    if baseline is None and all(subject.plan.seals for subject in subjects):
-        first = next(iter(engines.values()))
-        plan = CachePlan.from_config(first.model_config, KVCacheConfig(format=BASELINE))
-        subjects.insert(0, Subject(BASELINE, subjects[0].decoder, plan))
-    return subjects
-
-
-def _quality(subject: Subject, scores: Scores, base: Scores, window: int) -> Quality:
-    nll, kl, agree, excess = (
-        _interval(values) for values in (scores.nll, scores.kl, scores.agree, scores.nll - base.nll)
-    )
-    return Quality(
-        name=subject.name,
-        plan=subject.plan.summary(),
-        bits=subject.plan.effective_bits(window),
-        positions=scores.nll.size,
-        perplexity=_exp(nll),
-        ratio=_exp(excess),
-        kl=kl,
-        top1=agree,
-    )
-
-
-def _exp(interval: Interval) -> Interval:
-    return Interval(math.exp(interval.value), math.exp(interval.low), math.exp(interval.high))
-
-
-def _interval(values: npt.NDArray[np.float64]) -> Interval:
-    """Mean of [W, P] values; the interval from a bootstrap over blocks of positions, the same draws each time."""
-    edges = range(0, values.shape[1], BOOTSTRAP_BLOCK)
-    sums = np.add.reduceat(values, edges, axis=1).ravel()
-    sizes = np.add.reduceat(np.ones_like(values), edges, axis=1).ravel()
-    draws = np.random.default_rng(0).integers(0, len(sums), (BOOTSTRAP_ROUNDS, len(sums)))
-    means = sums[draws].sum(axis=1) / sizes[draws].sum(axis=1)
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Interval(float(values.mean()), float(low), float(high))
