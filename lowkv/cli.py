@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from lowkv.models.config import ModelConfig
     from lowkv.recipe import Recipe
+
+_Number = TypeVar("_Number", int, float)
 
 app = typer.Typer(
     name="lowkv",
@@ -380,51 +382,70 @@ def loadtest(
 @app.command(name="eval")
 def evaluate(
     engines: Annotated[list[Path], typer.Argument(help="Engine directories of one model.", show_default=False)],
+    measures: Annotated[
+        str | None, typer.Option(help="Of text, passkey, task, agreement.", show_default="text,passkey")
+    ] = None,
     baseline: Annotated[
         str | None, typer.Option(help="Compare with this engine (its name).", show_default="FP16 KV")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of text, about.")] = 4096,
-    window: Annotated[int, typer.Option(min=2, help="Tokens read in one go.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=2, help="text: tokens in all, about.")] = 4096,
+    window: Annotated[int, typer.Option(min=2, help="text: tokens read in one go.")] = 1024,
+    lengths: Annotated[str, typer.Option(help="passkey: tokens of a text.")] = "512,1024",
+    depths: Annotated[str, typer.Option(help="passkey: where the number stands, 0 to 1.")] = "0.1,0.3,0.5,0.7,0.9",
+    repeats: Annotated[int, typer.Option(min=1, help="passkey: texts of each length and depth.")] = 2,
+    questions: Annotated[int, typer.Option(min=1, help="task: questions.")] = 32,
+    prompts: Annotated[int, typer.Option(min=1, help="agreement: prompts.")] = 8,
     text: Annotated[
         list[Path] | None, typer.Option(help="A text file; may be given again.", show_default="Wikipedia articles")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the figures here, as JSON.", show_default=False)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="JSON of figures; records are kept beside it.", show_default="reports/eval/NAME.json"),
+    ] = None,
+    gate: Annotated[
+        bool, typer.Option("--gate", help="Hold each engine to the quality limits of its recipe; 1 if one is broken.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
 ) -> None:
-    """Perplexity, KL divergence and top-1 agreement of engines, against FP16 KV, on the same text.
+    """What KV formats cost: perplexity and KL, passkeys found, arithmetic, greedy agreement with FP16 KV.
+
+    What is measured is kept: a run that was stopped goes on where it was, an unchanged one answers at once.
 
     \b
     lowkv eval engines/smollm2-kivi2 engines/smollm2-fp8
     lowkv eval engines/* --tokens 65536 --out reports/quality.json
+    lowkv eval engines/smollm2-kivi2 --measures passkey --lengths 1024,4096 --depths 0.25,0.5,0.75
+    lowkv eval engines/smollm2-kivi2 --gate
     """
     from lowkv.engine.directory import EngineDir
-    from lowkv.evaluation import evaluate as measure
+    from lowkv.evaluation.command import Request, run
     from lowkv.terminal import StageProgress
 
+    opened = {path.resolve().name: EngineDir.open(path, verify=False) for path in engines}
+    if len(opened) < len(engines):
+        raise LowkvError("two engines have the same name", got=[str(path) for path in engines])
+    request = Request(
+        measures=None if measures is None else _words(measures),
+        tokens=tokens,
+        window=window,
+        lengths=tuple(_numbers("--lengths", lengths, int)),
+        depths=tuple(_numbers("--depths", depths, float)),
+        repeats=repeats,
+        questions=questions,
+        prompts=prompts,
+        texts=None if text is None else {path.name: _text(path) for path in text},
+        gate=gate,
+    )
+    if out is None:
+        out = Path("reports/eval") / f"{next(iter(opened)) if len(opened) == 1 else 'comparison'}.json"
+    _stop_in_order()
     with StageProgress() as progress:
-        opened = {path.resolve().name: EngineDir.open(path, progress=progress) for path in engines}
-        done = 0
-
-        def advance(position: int, total: int) -> None:
-            nonlocal done
-            if not done:
-                progress.begin("measuring", total)
-            progress.advance(position - done)
-            done = position
-
-        result = measure(
-            opened,
-            None if text is None else [_text(path) for path in text],
-            tokens=tokens,
-            window=window,
-            baseline=baseline,
-            source=None if text is None else ", ".join(path.name for path in text),
-            progress=advance,
-        )
-    print(result.table())
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result.to_mapping(), indent=2) + "\n", encoding="utf-8")
-        print(f"written: {out}")
+        found = run(opened, request, out, baseline=baseline, fresh=fresh, progress=progress)
+    console = _console()
+    for table in found.tables:
+        console.print(table)
+    print(f"written: {out}")
+    raise typer.Exit(1 if found.broken else 0)
 
 
 @app.command()
@@ -471,6 +492,17 @@ def doctor(
         console = _console()
         for part in render(findings):
             console.print(part)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _numbers(option: str, text: str, kind: type[_Number]) -> list[_Number]:
+    try:
+        return [kind(part) for part in _words(text)]
+    except ValueError:
+        raise LowkvError(f"{option} is not a list of numbers", got=text, expected="as in 512,1024") from None
 
 
 def _ids(text: str) -> list[int]:

@@ -92,8 +92,8 @@ def _run(folders: DemoFolders, terms: Workload, budget: int, fresh: bool, watch:
     return write_report(report, folders.out)
 
 
-class _EngineProgress:
-    """An engine's build, told to a `Watch`."""
+class _StageWatch:
+    """A job's stages, told to a `Watch`."""
 
     def __init__(self, name: str, watch: Watch) -> None:
         self._name, self._watch = name, watch
@@ -118,7 +118,7 @@ def _build(folder: Path, watch: Watch) -> dict[str, EngineDir]:
     for name in RECIPES:
         recipe = load_recipe(asset(f"build/recipes/{name}.yaml"))
         watch.note(f"engine {name}: {recipe.kv_cache.format} KV cache")
-        progress = _EngineProgress(name, watch)
+        progress = _StageWatch(name, watch)
         engines[recipe.kv_cache.format] = build_engine(recipe, folder / name, progress, force=True)
     return engines
 
@@ -140,7 +140,8 @@ def _quality(
     engines: Mapping[str, EngineDir], identities: Mapping[str, str], out: Path, fresh: bool, watch: Watch
 ) -> dict[str, Any]:
     """The quality of every engine; measured once for the same engines (by their `identities`) and text."""
-    from lowkv.evaluation.quality import evaluate
+    from lowkv.evaluation import evaluate
+    from lowkv.evaluation.quality import TextMeasure
     from lowkv.evaluation.text import SOURCE
 
     inputs = {
@@ -158,12 +159,9 @@ def _quality(
             return kept
     watch.note(f"quality: perplexity, KL and top-1 of every format, on {QUALITY_TOKENS:,} tokens")
 
-    def progress(done: int, total: int) -> None:
-        watch.status(f"quality: {done / total:.0%}")
-
-    measured = evaluate(
-        dict(engines), tokens=QUALITY_TOKENS, window=QUALITY_WINDOW, baseline="fp16", progress=progress
-    ).to_mapping()
+    measures = [TextMeasure(QUALITY_TOKENS, QUALITY_WINDOW)]
+    progress = _StageWatch("quality", watch)
+    measured = evaluate(dict(engines), measures, baseline="fp16", progress=progress).to_mapping()
     # Through JSON, so that a kept result and a new one are the same thing.
     text = json.dumps(measured | {"key": key}, indent=2)
     out.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ from lowkv.engine.directory import (
     varying_json,
 )
 from lowkv.engine.progress import NoProgress, Progress
-from lowkv.engine.targets import Target, find_target
+from lowkv.engine.targets import Target, find_decoder_target, find_target
 from lowkv.engine.tensorrt.target import ONNX, TensorRTTarget
 from lowkv.errors import LowkvError
 from lowkv.kvcache.plan import CachePlan
@@ -61,7 +61,7 @@ def build_engine(
 
     Raises:
         LowkvError: the model cannot be had or is not supported, the recipe does not fit it or cannot be built here,
-            the disk is full, or `out` is taken.
+            the disk is full, `out` is taken, or the engine breaks a limit that its recipe requires.
     """
     out, progress = Path(out).absolute(), progress or NoProgress()
     target = _target(recipe, keep_onnx)
@@ -79,12 +79,24 @@ def build_engine(
             files = _write_payload(target, checkpoint, recipe, scales, folder, progress)
         _write_manifest(folder, wanted, files)
         _to_disk(folder)
+        if recipe.quality.required:
+            _gate(folder, progress)
         _rename(folder, out)
     return EngineDir.open(out, verify=False)
 
 
+def _gate(folder: Path, progress: Progress) -> None:
+    """Measures the engine in `folder`. Raises LowkvError when it breaks a limit of its recipe."""
+    # Evaluation stands above engines; only here does a build look up to it.
+    from lowkv.evaluation import gate
+
+    gate.check(EngineDir.open(folder, verify=False), progress)
+
+
 def _target(recipe: Recipe, keep_onnx: bool) -> Target:
     target = find_target(recipe.target)
+    if recipe.quality.required:
+        find_decoder_target(recipe.target)  # what cannot be measured here is refused before it is built
     if not keep_onnx:
         return target
     if not isinstance(target, TensorRTTarget):

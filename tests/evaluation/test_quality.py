@@ -9,21 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kvattention import select
 from kvattention.reference import as_stored, attention
 from lowkv.engine import EngineDir
 from lowkv.errors import LowkvError
-from lowkv.evaluation.quality import (
-    Evaluation,
-    Scores,
-    Subject,
-    _interval,
-    _quality,
-    _Run,
-    evaluate,
-    score,
-    windows_of,
-)
+from lowkv.evaluation import evaluate
+from lowkv.evaluation.feeding import Run
+from lowkv.evaluation.quality import Documents, TextMeasure, TextPart, beginning, score, windows_of
+from lowkv.evaluation.subjects import Subject
 from lowkv.kvcache import CachePlan
 from lowkv.models.config import ModelConfig
 from lowkv.recipe import KVCacheConfig
@@ -148,11 +140,11 @@ def test_aligned_steps_equal_the_cache_fed_token_by_token() -> None:
     decoder = model()
     subject = Subject("it", decoder, plan_of(decoder, format="kivi2", residual_length=32, sink_tokens=32))
     tokens = windows(decoder)
-    run = _Run(subject, select("cpu"), len(tokens), LENGTH, 1)
+    run = Run(subject, len(tokens), LENGTH, step=1)
     nll = np.zeros((len(tokens), LENGTH - 1))
     for position in range(LENGTH - 1):
         with torch.inference_mode():
-            logits = decoder.logits(run.feed(tokens[:, position : position + 1])[:, 0])
+            logits = decoder.logits(run.feed(list(enumerate(tokens[:, position : position + 1]))))
         nll[:, position] = logits.logsumexp(-1) - logits[range(len(tokens)), tokens[:, position + 1]]
     assert_same(score([subject], "it", tokens)["it"].nll, nll)
 
@@ -187,13 +179,12 @@ def test_windows_do_not_touch_each_other() -> None:
     assert_same(together[[0, 7, 9]], np.array(alone))
 
 
-def test_progress_reaches_the_end() -> None:
+def test_progress_counts_every_token() -> None:
     decoder = model()
-    seen: list[tuple[int, int]] = []
+    seen: list[int] = []
     subjects = [Subject(name, decoder, plan_of(decoder, format=name)) for name in ("fp16", "fp8")]
-    score(subjects, "fp16", windows(decoder), lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (4 * LENGTH, 4 * LENGTH)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    score(subjects, "fp16", windows(decoder), seen.append)
+    assert sum(seen) == 4 * LENGTH
 
 
 class Letters:
@@ -217,8 +208,8 @@ class Letters:
 )
 def test_windows_are_beginnings_of_documents_first(bos: bool, count: int, expected: list[str]) -> None:
     documents = ["abcdefgh", "AB", "ijklmno", "pqrst"]
-    ids, found = windows_of(Letters(bos), documents, count, 4)  # type: ignore[arg-type]
-    assert found is bos
+    ids = windows_of(Letters(bos), documents, count, 4)  # type: ignore[arg-type]
+    assert bool(beginning(Letters(bos))) is bos  # type: ignore[arg-type]
     assert ["".join(map(chr, row)) for row in ids] == expected
 
 
@@ -227,58 +218,53 @@ def test_too_little_text_is_refused() -> None:
         windows_of(Letters(False), ["abcdefghi", "ab"], 3, 4)  # type: ignore[arg-type]
 
 
-def test_intervals() -> None:
-    rng = np.random.default_rng(2)
-    values = rng.normal(3.0, 1.0, (8, 512))
-    interval = _interval(values)
-    assert interval == _interval(values)  # the same every time
-    assert interval.value == pytest.approx(values.mean())
-    half = 1.96 / values.size**0.5
-    assert interval.high - interval.low == pytest.approx(2 * half, rel=0.3)
-    repeated = _interval(np.repeat(values[:, ::32], 32, axis=1))  # as few independent values as blocks
-    assert repeated.high - repeated.low > 3 * (interval.high - interval.low)
-    flat = _interval(np.ones((2, 70)))
-    assert (flat.value, flat.low, flat.high) == (1, 1, 1)
-
-
-def test_the_table_names_what_was_measured() -> None:
+def test_figures_from_kept_sums_are_those_of_the_positions() -> None:
     decoder = model()
-    subject = Subject("mine", decoder, plan_of(decoder, format="kivi2"))
-    scores = Scores(*(np.zeros((2, 99)) for _ in range(3)))
-    result = _quality(subject, scores, scores, 100)
-    assert (result.perplexity.value, result.ratio.value, result.positions) == (1.0, 1.0, 198)
-    evaluation = Evaluation((result,), "fp16", "some text", 2, 100, bos=False)
-    assert "mine" in evaluation.table()
-    assert "198 positions: 2 windows of 100 tokens, no BOS token" in evaluation.table()
-    assert evaluation.to_mapping()["results"]["mine"]["perplexity"]["value"] == 1.0
+    subjects = [Subject(name, decoder, plan_of(decoder, format=name, sink_tokens=0)) for name in ("fp16", "kivi2")]
+    ids = windows(decoder, 3)
+    measure = TextMeasure(3 * LENGTH, LENGTH, Documents(("some text",)))
+    base, found = TextPart(ids, bos=True).run(subjects, lambda tokens: None)
+    scores = score(subjects, "fp16", ids)
+    figures = measure.figures(subjects[1].plan, [found], [base])
+    assert figures["positions"] == scores["kivi2"].nll.size
+    assert figures["perplexity"]["value"] == pytest.approx(np.exp(scores["kivi2"].nll.mean()), rel=1e-6)
+    excess = scores["kivi2"].nll.mean() - scores["fp16"].nll.mean()
+    assert figures["ratio"]["value"] == pytest.approx(np.exp(excess), rel=1e-6)
+    assert figures["kl"]["value"] == pytest.approx(scores["kivi2"].kl.mean(), rel=1e-6)
+    assert figures["top1"]["value"] == pytest.approx(scores["kivi2"].agree.mean())
+    assert figures["kl"]["low"] <= figures["kl"]["value"] <= figures["kl"]["high"]
+    assert figures["bos"] is True
+
+
+TEXT = ("It is a truth universally acknowledged, that " * 8, "too short", "Call me Ishmael. Some years ago " * 12)
 
 
 def test_engines_are_compared_with_fp16_kv_of_their_own_weights(build_tiny: Callable[..., Path]) -> None:
     cache = {"residual_length": 32, "sink_tokens": 0}
     engines = {name: EngineDir.open(build_tiny({"format": name} | cache)) for name in ("kivi4", "kivi2")}
-    text = ["It is a truth universally acknowledged, that " * 8, "too short", "Call me Ishmael. Some years ago " * 12]
-    result = evaluate(engines, text, tokens=512, window=256, source="two sentences")
-    assert [one.name for one in result.results] == ["fp16", "kivi4", "kivi2"]
-    assert (result.windows, result.bos, result.source) == (2, False, "two sentences")
-    base, kivi4, kivi2 = result.results
-    assert (base.ratio.value, base.kl.value, base.top1.value) == (1, 0, 1)
-    assert 0 < kivi4.kl.value < kivi2.kl.value
-    assert base.bits == 16 > kivi4.bits > kivi2.bits
-    against = evaluate(engines, text, tokens=512, window=256, baseline="kivi4")
-    assert [one.name for one in against.results] == ["kivi4", "kivi2"]
+    measures = [TextMeasure(512, 256, Documents(TEXT, "two sentences"))]
+    found = evaluate(engines, measures)
+    plain = found.to_mapping()
+    assert list(found.results) == ["fp16", "kivi4", "kivi2"]
+    assert (plain["windows"], plain["bos"], plain["text"]) == (2, False, "two sentences")
+    base, kivi4, kivi2 = found.results.values()
+    assert (base["ratio"]["value"], base["kl"]["value"], base["top1"]["value"]) == (1, 0, 1)
+    assert 0 < kivi4["kl"]["value"] < kivi2["kl"]["value"]
+    assert base["bits"] == 16 > kivi4["bits"] > kivi2["bits"]
+    against = evaluate(engines, measures, baseline="kivi4")
+    assert list(against.results) == ["kivi4", "kivi2"]
     assert against.baseline == "kivi4"
+    assert against.results["kivi4"]["kl"]["value"] == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("measure", "message"),
     [
-        ({"engines": {}}, "no engine"),
-        ({"baseline": "other"}, "no engine has the baseline's name"),
         ({"window": 4096}, "longer than the model's positions"),
         ({"tokens": 10_000}, "not enough text"),
     ],
 )
-def test_refusals(build_tiny: Callable[..., Path], arguments: dict[str, Any], message: str) -> None:
-    given = {"engines": {"kivi2": EngineDir.open(build_tiny())}, "window": 128} | arguments
+def test_refusals(build_tiny: Callable[..., Path], measure: dict[str, Any], message: str) -> None:
+    given = {"tokens": 128, "window": 128, "documents": Documents(("a short text",))} | measure
     with pytest.raises(LowkvError, match=message):
-        evaluate(text=["a short text"], **given)
+        evaluate({"kivi2": EngineDir.open(build_tiny())}, [TextMeasure(**given)])
