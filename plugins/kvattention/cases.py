@@ -11,6 +11,7 @@ the two can disagree.
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,6 +77,11 @@ class Case:
         return self.kv_heads * self.gqa
 
     @property
+    def softmax_scale(self) -> float:
+        """Such that scores stay of a size of which float32 keeps a thousandth."""
+        return 1 / math.sqrt(self.head_dim) / (F16_MAX if self.values == "extreme" else 1)
+
+    @property
     def sealed(self) -> bool:
         """Whether any layer's cold format differs from model precision; otherwise blocks stay hot."""
         return any(pair != (self.hot, self.hot) for pair in self.formats)
@@ -104,7 +110,7 @@ class Case:
                     hot_offset=hot_offset,
                     cold_offset=cold_offset,
                     window=self.windows[index] if self.windows else None,
-                    softmax_scale=self.head_dim**-0.5,
+                    softmax_scale=self.softmax_scale,
                     k_scales=_scales(rng, cold.k, (2, 9), k_shape),
                     v_scales=_scales(rng, cold.v, (9, 36), (self.kv_heads,)),
                 )

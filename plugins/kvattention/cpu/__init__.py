@@ -169,11 +169,9 @@ class CpuAttention:
             return known
         w = self._work
         table = np.zeros(w.LAYER_WORDS, np.int64)
-        table[w.HOT], table[w.COLD_K], table[w.COLD_V] = (
-            layer.hot.k.index,
-            layer.cold.k.index,
-            layer.cold.v.index,
-        )
+        table[w.HOT] = layer.hot.k.index
+        table[w.COLD_K], table[w.COLD_V] = layer.cold.k.reader.index, layer.cold.v.reader.index
+        table[w.K_CUT], table[w.V_CUT] = layer.cold.k.cut, layer.cold.v.cut
         table[w.KV_HEADS], table[w.HEAD_DIM], table[w.GROUP] = (
             layer.kv_heads,
             layer.head_dim,
@@ -191,8 +189,8 @@ class CpuAttention:
         ):
             table[scores] = w.scores_worker(int(codec)).address
             table[accumulate] = w.accumulate_worker(int(codec)).address
-        table[w.COLD_SCORES] = w.scores_worker(layer.cold.k.index).address
-        table[w.COLD_ACCUMULATE] = w.accumulate_worker(layer.cold.v.index).address
+        table[w.COLD_SCORES] = w.scores_worker(int(table[w.COLD_K])).address
+        table[w.COLD_ACCUMULATE] = w.accumulate_worker(int(table[w.COLD_V])).address
         self._layers[layer] = table
         return table
 

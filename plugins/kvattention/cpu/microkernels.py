@@ -9,8 +9,8 @@ heads that share a KV head: a vector of codes is unpacked once and multiplied in
     accumulate  lanes = 16 channels of one token; walks tokens
     dequantize  codes -> f32, for tiles with more rows than the fused loops take (codec F32 then reads the result)
 
-Grouped codecs cost no multiplication per value: K's scales are multiplied into q (`premultiply`) and V's into the
-weights (`weigh`); the minima add one term per row and block.
+Scales cost no multiplication per value: K's are multiplied into q (by `premultiply` for the groups of a block) and
+V's into the weights (by `weigh`); the minima of groups add one term per row and block.
 
 numba's cache looks at the file of the function it compiles, which is `work`: after editing this file or `vector`,
 touch work.py, or old machine code keeps running.
@@ -28,7 +28,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvattention.codec import bf16, e4m3, f16, int2, int4
+from kvattention.codec import CODECS, bf16, e4m3, e5m2, f16, int2, int4, int8
 from kvattention.cpu.vector import (
     F32,
     FLOAT_BYTES,
@@ -56,11 +56,11 @@ S_STRIDE = 144
 MAX_PARAM_GROUPS = 8
 """V parameter words of a token at the largest head_dim."""
 
-F32_CODEC = 5
+F32_CODEC = len(CODECS)
 """Codec number of dequantized scratch."""
 
-_STORED = (f16.index, bf16.index, e4m3.index, int4.index, int2.index)
-_VECTOR_BYTES = {f16.index: 32, bf16.index: 32, e4m3.index: 16, int4.index: 8, int2.index: 4, F32_CODEC: 64}
+_STORED = [codec for codec in CODECS.values() if codec.reader == codec]
+_VECTOR_BYTES = {codec.index: LANES * codec.bits // 8 for codec in _STORED} | {F32_CODEC: LANES * FLOAT_BYTES}
 _BITS = {int4.index: 4, int2.index: 2}
 
 _ZERO = lanes_f32([0.0] * LANES)
@@ -95,6 +95,12 @@ class _Decoder:
             short = ir.VectorType(I16, LANES)
             wide = b.shl(b.sext(e.load(address, ir.VectorType(I8, LANES)), short), ir.Constant(short, [7] * LANES))
             return e.half_to_float(b.and_(wide, ir.Constant(short, [0xBF80 - 0x10000] * LANES)))
+        if self.codec == e5m2.index:  # the upper byte of an fp16
+            short = ir.VectorType(I16, LANES)
+            wide = b.zext(e.load(address, ir.VectorType(I8, LANES)), short)
+            return e.half_to_float(b.shl(wide, ir.Constant(short, [8] * LANES)))
+        if self.codec == int8.index:
+            return b.sitofp(b.sext(e.load(address, ir.VectorType(I8, LANES)), VI), VF)
         if self.codec == int2.index:
             words = e.splat(e.load(address, I32, 4))
         else:
@@ -425,7 +431,7 @@ def dequantize(
     inner: Any,
     mult: Any,
 ) -> Typed:
-    variants = {codec: (codec, 0) for codec in _STORED}
+    variants = {codec.index: (codec.index, 0) for codec in _STORED}
     return _switch("dequantize", _emit_dequantize, [I64] * 9 + [F32], variants)
 
 

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 from numba import carray, cfunc, njit, types
 
-from kvattention.codec import bf16, e4m3, f16, int2, int4
+from kvattention.codec import CODECS, F16_MAX, e4m3, e5m2, f16, int2, int4, int8
 from kvattention.cpu.microkernels import (
     F32_CODEC,
     MAX_PARAM_GROUPS,
@@ -70,9 +70,11 @@ ATTEND, APPEND, SEAL = range(3)
 
 # The layer.
 (
-    HOT,  # codec numbers
+    HOT,  # numbers of the codecs that read
     COLD_K,
     COLD_V,
+    K_CUT,  # of the codecs that write
+    V_CUT,
     KV_HEADS,
     HEAD_DIM,
     GROUP,
@@ -93,7 +95,7 @@ ATTEND, APPEND, SEAL = range(3)
     F32_SCORES,
     F32_ACCUMULATE,
     LAYER_WORDS,
-) = range(23)
+) = range(25)
 
 ITEM_WORDS = 4  # int32: sequence, head, first token, tokens; or layer, head, hot, cold
 MAX_TILE = 64
@@ -109,7 +111,7 @@ PREFETCH_BLOCKS = 2
 _QUERIES = 0
 _OUTPUTS = _QUERIES + MAX_TILE * Q_STRIDE
 _SCALED = _OUTPUTS + MAX_TILE * Q_STRIDE
-_SCORES = _SCALED + MAX_ROWS * Q_STRIDE
+_SCORES = _SCALED + MAX_TILE * Q_STRIDE
 _WEIGHTS = _SCORES + MAX_ROWS * S_STRIDE
 _V_SCALES = _WEIGHTS + MAX_PARAM_GROUPS * MAX_ROWS * S_STRIDE
 _V_MINIMA = _V_SCALES + MAX_PARAM_GROUPS * S_STRIDE
@@ -124,8 +126,10 @@ _KEYS = _L + MAX_TILE
 _VALUES = _KEYS + MAX_HEAD_DIM * 128
 SCRATCH_FLOATS = _VALUES + MAX_HEAD_DIM * 128 + 1024
 
-_BITS_OF = (16, 16, 8, 4, 2)
-_F16, _BF16, _E4M3, _INT4, _INT2 = f16.index, bf16.index, e4m3.index, int4.index, int2.index
+_BITS_OF = tuple(codec.bits for codec in sorted(CODECS.values(), key=lambda codec: codec.index))
+_F16, _E4M3, _E5M2, _INT8 = f16.index, e4m3.index, e5m2.index, int8.index
+_INT4, _INT2 = int4.index, int2.index
+_INT8_MAX = int8.maximum
 
 _options = {"nogil": True, "error_model": "numpy", "cache": True}
 
@@ -141,16 +145,28 @@ def _grouped(codec):
 
 
 @njit(**_options)
+def _scaled(codec):
+    return codec in (_E4M3, _E5M2, _INT8)
+
+
+@njit(**_options)
 def _mult(codec, scale):
-    """What a decoded value of a plain codec is multiplied by."""
-    return np.float32(256.0) * scale if codec == _E4M3 else np.float32(1.0)
+    """What the value that is read of a plain codec is multiplied by; e4m3 is read as fp16, 2^8 too small."""
+    if not _scaled(codec):
+        return np.float32(1.0)
+    return np.float32(256.0) * scale if codec == _E4M3 else scale
+
+
+@njit(**_options)
+def _clamp(x, limit):
+    return min(max(x, np.float32(-limit)), np.float32(limit))
 
 
 @njit(**_options)
 def _code16(codec, x):
     """16-bit code of a float32 in model precision (f16 saturates)."""
     if codec == _F16:
-        return half_bits(min(max(x, np.float32(-65504.0)), np.float32(65504.0)))
+        return half_bits(_clamp(x, F16_MAX))
     bits = float_bits(x)
     return np.int16(np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
@@ -158,32 +174,60 @@ def _code16(codec, x):
 @njit(**_options)
 def _round16(codec, x):
     if codec == _F16:
-        return half_value(half_bits(min(max(x, np.float32(-65504.0)), np.float32(65504.0))))
+        return half_value(half_bits(_clamp(x, F16_MAX)))
     return float_value(np.uint32(np.uint32(np.uint16(_code16(codec, x))) << np.uint32(16)))
 
 
 @njit(**_options)
-def _code8(x):
-    """e4m3 code of a float32, saturating."""
-    magnitude = min(abs(x), np.float32(448.0))
-    bits = float_bits(magnitude)
-    sign = (float_bits(x) >> np.uint32(31)) << np.uint32(7)
-    if magnitude < np.float32(0.015625):
-        small = np.uint32((magnitude * np.float32(512.0) + np.float32(8388608.0)) - np.float32(8388608.0))
-        return np.uint32(small | sign)
-    normal = np.uint32(bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)
-    return np.uint32(np.uint32(normal - np.uint32(960)) | sign)
+def _round_small(x):
+    """A float32 of a magnitude below 2^22 rounded to an integer, ties to even."""
+    shift = np.float32(1.5 * 2**23)
+    return np.int32((x + shift) - shift)
+
+
+def _float8_encoder(maximum, mantissa, bias):
+    """FP8 code of a float32, saturating, as `codec._float8_codes` has it."""
+    largest, smallest_normal = np.float32(maximum), np.float32(2.0 ** (1 - bias))
+    subnormals = np.float32(2.0 ** (bias - 1 + mantissa))
+    dropped, below_half = np.uint32(23 - mantissa), np.uint32((1 << (22 - mantissa)) - 1)
+    rebias = np.uint32((127 - bias) << mantissa)
+
+    @njit(**_options)
+    def code(x):
+        magnitude = min(abs(x), largest)
+        bits = float_bits(magnitude)
+        sign = (float_bits(x) >> np.uint32(31)) << np.uint32(7)
+        if magnitude < smallest_normal:
+            return np.uint32(np.uint32(_round_small(magnitude * subnormals)) | sign)
+        rounded = np.uint32(bits + below_half + ((bits >> dropped) & np.uint32(1))) >> dropped
+        return np.uint32(np.uint32(rounded - rebias) | sign)
+
+    return code
+
+
+_e4m3_code = _float8_encoder(e4m3.maximum, mantissa=3, bias=7)
+_e5m2_code = _float8_encoder(e5m2.maximum, mantissa=2, bias=15)
 
 
 @njit(**_options)
-def _encode_row(codec, x, length, scale, group, words, at, params, at_params):
+def _code8(codec, x):
+    """Code of a scaled codec; x is divided by its scale already."""
+    if codec == _E4M3:
+        return _e4m3_code(x)
+    if codec == _E5M2:
+        return _e5m2_code(x)
+    return np.uint32(_round_small(_clamp(x, _INT8_MAX)) & np.int32(0xFF))
+
+
+@njit(**_options)
+def _encode_row(codec, cut, x, length, scale, group, words, at, params, at_params):
     """Encode ``length`` values, in groups of ``group``: codes to words[at:], parameters to params[at_params:]."""
     bits = _bits(codec)
-    if codec == _E4M3:
+    if _scaled(codec):
         for w in range(length // 4):
             word = np.uint32(0)
             for i in range(4):
-                word |= _code8(x[4 * w + i] / scale) << np.uint32(8 * i)
+                word |= _code8(codec, x[4 * w + i] / scale) << np.uint32(8 * i)
             words[at + w] = np.int32(word)
         return
     if not _grouped(codec):
@@ -199,8 +243,12 @@ def _encode_row(codec, x, length, scale, group, words, at, params, at_params):
         smallest, largest = x[start], x[start]
         for i in range(start + 1, stop):
             smallest, largest = min(smallest, x[i]), max(largest, x[i])
-        scale_code = half_bits(min(np.float32(largest - smallest) / levels, np.float32(65504.0)))
-        minimum_code = half_bits(min(max(smallest, np.float32(-65504.0)), np.float32(65504.0)))
+        span = np.float32(largest - smallest)
+        if cut > 0:
+            margin = span / np.float32(cut)
+            smallest, span = smallest + margin, span - np.float32(2.0) * margin
+        scale_code = half_bits(min(span / levels, np.float32(F16_MAX)))
+        minimum_code = half_bits(_clamp(smallest, F16_MAX))
         step, minimum = half_value(scale_code), half_value(minimum_code)
         params[at_params + start // group] = np.int32(
             np.uint32(np.uint16(scale_code)) | (np.uint32(np.uint16(minimum_code)) << np.uint32(16))
@@ -211,27 +259,37 @@ def _encode_row(codec, x, length, scale, group, words, at, params, at_params):
                 for i in range(per_word):
                     ratio = np.float32(x[w * per_word + i] - minimum) / step
                     clamped = min(max(ratio, np.float32(0.0)), levels)
-                    code = np.uint32((clamped + np.float32(8388608.0)) - np.float32(8388608.0))
-                    word |= code << np.uint32(i * bits)
+                    word |= np.uint32(_round_small(clamped)) << np.uint32(i * bits)
             words[at + w] = np.int32(word)
 
 
 @njit(**_options)
-def _encode_cold(layer, head, keys, values, arena, cold, k_scales, v_scales):
+def _scales(layer, head):
+    """(K scales [D], V scale) of a head."""
+    channels = layer[HEAD_DIM]
+    k_scales = carray(pointer(layer[K_SCALES] + 4 * head * channels), (channels,), np.float32)
+    return k_scales, carray(pointer(layer[V_SCALES] + 4 * head), (1,), np.float32)[0]
+
+
+@njit(**_options)
+def _encode_cold(layer, head, keys, values, arena, cold):
     """Write keys [D, G] and values [G, D] of one head to its cold record."""
     channels, group = layer[HEAD_DIM], layer[GROUP]
+    k_scales, v_scale = _scales(layer, head)
     record = cold * UNIT_WORDS + layer[COLD_OFFSET]
-    row = group * _bits(layer[COLD_K]) // 32
+    codec, cut = layer[COLD_K], layer[K_CUT]
+    row = group * _bits(codec) // 32
     for d in range(channels):
         at = record + (head * channels + d) * row
         at_params = record + layer[K_PARAMS] + head * channels + d
-        _encode_row(layer[COLD_K], keys[d], group, k_scales[head, d], group, arena, at, arena, at_params)
-    row = channels * _bits(layer[COLD_V]) // 32
+        _encode_row(codec, cut, keys[d], group, k_scales[d], group, arena, at, arena, at_params)
+    codec, cut = layer[COLD_V], layer[V_CUT]
+    row = channels * _bits(codec) // 32
     params = (channels + 31) // 32
     for t in range(group):
         at = record + layer[V_CODES] + (head * group + t) * row
         at_params = record + layer[V_PARAMS] + (head * group + t) * params
-        _encode_row(layer[COLD_V], values[t], channels, v_scales[head], 32, arena, at, arena, at_params)
+        _encode_row(codec, cut, values[t], channels, v_scale, 32, arena, at, arena, at_params)
 
 
 @njit(**_options)
@@ -260,14 +318,15 @@ def _unpack_hot(layer, head, arena, block, keys, values):
 
 
 @njit(**_options)
-def _unpack_cold(layer, head, arena, block, keys, values, k_scale, v_scale):
+def _unpack_cold(layer, head, arena, block, keys, values, v_scale):
+    """A cold block's record to f32; keys without the scales that `_attend` has multiplied into the queries."""
     channels, group = layer[HEAD_DIM], layer[GROUP]
     record = arena + 4 * (np.int64(block) * UNIT_WORDS + layer[COLD_OFFSET])
     codec = layer[COLD_K]
     row = group * _bits(codec) // 8
     k = record + head * channels * row
     params = record + 4 * (layer[K_PARAMS] + head * channels)
-    dequantize(codec, k, row, channels, group // 16, keys, 4 * group, params, 4, 0, _mult(codec, k_scale))
+    dequantize(codec, k, row, channels, group // 16, keys, 4 * group, params, 4, 0, _mult(codec, np.float32(1.0)))
     codec = layer[COLD_V]
     row = channels * _bits(codec) // 8
     words = (channels + 31) // 32
@@ -297,8 +356,6 @@ def _append(call, layer, s, head, scratch):
     halves = carray(pointer(call[ARENA]), (1 << 60,), np.int16)
     keys = carray(pointer(scratch + 4 * _KEYS), (channels, group), np.float32)
     values = carray(pointer(scratch + 4 * _VALUES), (group, channels), np.float32)
-    k_scales = carray(pointer(layer[K_SCALES]), (layer[KV_HEADS], layer[HEAD_DIM]), np.float32)
-    v_scales = carray(pointer(layer[V_SCALES]), (layer[KV_HEADS],), np.float32)
     for block in range(past // group, (total - 1) // group + 1):
         begin = max(past, block * group)
         end = min(total, (block + 1) * group)
@@ -306,7 +363,7 @@ def _append(call, layer, s, head, scratch):
         v = call[V] + 4 * (first + begin - past) * call[V_ROW]
         if block * group >= past and cold_begin <= block < direct_end:
             _load_own(layer, head, k, call[K_ROW], v, call[V_ROW], keys, values)
-            _encode_cold(layer, head, keys, values, arena, np.int64(table[block]), k_scales, v_scales)
+            _encode_cold(layer, head, keys, values, arena, np.int64(table[block]))
             continue
         record = 2 * (np.int64(table[block]) * UNIT_WORDS + layer[HOT_OFFSET])
         k_at = record + head * channels * group
@@ -349,12 +406,12 @@ def _attend(call, layer, s, head, token, tokens, scratch):
     cold_begin = np.int64(_ints(call[COLD_BEGIN] + 4 * s, 1)[0])
     cold_end = np.int64(_ints(call[COLD_END] + 4 * s, 1)[0])
     direct_end = np.int64(_ints(call[DIRECT_END] + 4 * s, 1)[0])
-    k_scale = carray(pointer(layer[K_SCALES]), (layer[KV_HEADS], layer[HEAD_DIM]), np.float32)[head, 0]
-    v_scale = carray(pointer(layer[V_SCALES]), (layer[KV_HEADS],), np.float32)[head]
+    k_scales, v_scale = _scales(layer, head)
     softmax_scale = float_value(np.uint32(layer[SOFTMAX_SCALE]))
     window = layer[WINDOW]
 
     queries = carray(pointer(scratch + 4 * _QUERIES), (MAX_TILE, Q_STRIDE), np.float32)
+    scaled = carray(pointer(scratch + 4 * _SCALED), (MAX_TILE, Q_STRIDE), np.float32)
     outputs = carray(pointer(scratch + 4 * _OUTPUTS), (MAX_TILE, Q_STRIDE), np.float32)
     weights = carray(pointer(scratch + 4 * _SCORES), (MAX_ROWS, S_STRIDE), np.float32)
     rest = carray(pointer(scratch + 4 * _REST), (MAX_ROWS, MAX_PARAM_GROUPS, 16), np.float32)
@@ -373,6 +430,11 @@ def _attend(call, layer, s, head, token, tokens, scratch):
             outputs[r, d] = np.float32(0.0)
         m[r] = np.float32(-np.inf)
         l[r] = np.float32(0.0)
+    scaled_keys = _scaled(layer[COLD_K])
+    if scaled_keys:
+        for r in range(rows):
+            for d in range(channels):
+                scaled[r, d] = queries[r, d] * k_scales[d]
 
     fused = rows <= MAX_ROWS
     summed_minima = fused and _grouped(layer[COLD_V])
@@ -402,7 +464,7 @@ def _attend(call, layer, s, head, token, tokens, scratch):
                 own_values = carray(pointer(values), (group, channels), np.float32)
                 _load_own(layer, head, k, call[K_ROW], v, call[V_ROW], own_keys, own_values)
             elif cold:
-                _unpack_cold(layer, head, call[ARENA], table[block], keys, values, k_scale, v_scale)
+                _unpack_cold(layer, head, call[ARENA], table[block], keys, values, v_scale)
             else:
                 _unpack_hot(layer, head, call[ARENA], table[block], keys, values)
             k_codec, v_codec = F32_CODEC, F32_CODEC
@@ -443,12 +505,12 @@ def _attend(call, layer, s, head, token, tokens, scratch):
                 init[r] = np.float32(0.0)
             if seen_from >= seen_to:
                 continue
-            q_at = scratch + 4 * (_QUERIES + tile * Q_STRIDE)
+            q_at = scratch + 4 * ((_SCALED if cold and scaled_keys else _QUERIES) + tile * Q_STRIDE)
             s_at = scratch + 4 * _SCORES
             out_at = scratch + 4 * (_OUTPUTS + tile * Q_STRIDE)
             corr_at = scratch + 4 * _CORR
             vectors = group // 16
-            mult = _mult(k_codec, k_scale)
+            mult = _mult(k_codec, np.float32(1.0))
             if _grouped(k_codec):
                 premultiply(count, q_at, k_params, channels, scratch + 4 * _SCALED, scratch + 4 * _INIT)
                 q_at = scratch + 4 * _SCALED
@@ -471,7 +533,7 @@ def _attend(call, layer, s, head, token, tokens, scratch):
                 rest_at = scratch + 4 * _REST
                 weigh(count, s_at, scales, minima, group, params, corr_at, weights_at, weights_group, rest_at)
             else:
-                if v_codec == _E4M3:
+                if _scaled(v_codec):
                     by = _mult(v_codec, v_scale)
                     for r in range(count):
                         for t in range(group):
@@ -518,9 +580,7 @@ def _seal(layer, head, arena_at, hot, cold, scratch):
     _unpack_hot(layer, head, arena_at, hot, scratch + 4 * _KEYS, scratch + 4 * _VALUES)
     keys = carray(pointer(scratch + 4 * _KEYS), (channels, group), np.float32)
     values = carray(pointer(scratch + 4 * _VALUES), (group, channels), np.float32)
-    k_scales = carray(pointer(layer[K_SCALES]), (layer[KV_HEADS], layer[HEAD_DIM]), np.float32)
-    v_scales = carray(pointer(layer[V_SCALES]), (layer[KV_HEADS],), np.float32)
-    _encode_cold(layer, head, keys, values, _ints(arena_at, np.int64(1 << 60)), cold, k_scales, v_scales)
+    _encode_cold(layer, head, keys, values, _ints(arena_at, np.int64(1 << 60)), cold)
 
 
 @cache
