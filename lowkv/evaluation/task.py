@@ -7,8 +7,8 @@ all wrong, and a share near zero shows no damage.)
 
     accuracy    share of questions where the result is chosen, with Wilson's interval
     difference  accuracy less the baseline's on the same questions, with the interval of Bonett and Price for pairs
-    log p       of the result, in nats: mean of the differences to the baseline, with a bootstrap over questions. It
-                moves long before choices do
+    log p       of the result among the four, log(p / sum of p), in nats: mean of the differences to the baseline, with
+                a bootstrap over questions. It moves before choices do
 
 The prompt is read decode-style (`lowkv.evaluation.feeding`). Much of what the last step needs stands in the newest
 tokens, which most formats keep in half precision: expect less from this measure than from `passkey`.
@@ -116,7 +116,7 @@ class TaskPart:
         return sum(len(prompt) for prompt, _ in self.items)
 
     def run(self, subjects: Sequence[Subject], advance: Advance) -> list[Any]:
-        """For each question: was the result chosen, and its log-probability."""
+        """For each question: was the result chosen, and its log-probability among the choices."""
         return [self._ask(subject, advance) for subject in subjects]
 
     def _ask(self, subject: Subject, advance: Advance) -> list[dict[str, Any]]:
@@ -124,7 +124,10 @@ class TaskPart:
         run = Run(subject, len(prompts), max(map(len, prompts)) + ANSWER_TOKENS)
         last = run.read(prompts, advance)
         ranks = log_likelihoods(run, last, [choices for _, choices in self.items])
-        return [{"right": bool(rank[0] > rank[1:].max()), "logprob": float(rank[0])} for rank in ranks]
+        return [
+            {"right": bool(rank[0] > rank[1:].max()), "logprob": float(rank[0] - np.logaddexp.reduce(rank))}
+            for rank in ranks
+        ]
 
 
 def _item(tokenizer: Tokenizer, head: str, question: Question) -> tuple[list[int], list[list[int]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ def tiny_engines(build_tiny: Callable[..., Path]) -> dict[str, EngineDir]:
 
 
 @pytest.fixture
-def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Question]]:
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[Question]:
     """A few made-up questions in the place of GSM8K's."""
     found = [
         Question(
@@ -39,7 +39,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Question]]:
         for n in range(11, 22)
     ]
     monkeypatch.setattr("lowkv.evaluation.task.gsm8k", lambda: found)
-    yield found
+    return found
 
 
 @dataclass
