@@ -290,10 +290,7 @@ TOKENS = np.random.default_rng(0).integers(0, 256, 65)
 
 def logits(path: Path) -> np.ndarray:
     """Of the last of TOKENS, by the executor that serves."""
-    import kvattention
-
     executor: Any = open_executor(EngineDir.open(path), threads=1)
-    executor.cache.attention = kvattention.select("reference")
     sequence = executor.cache.add()
     for part in (TOKENS[:64], TOKENS[64:]):
         step = executor.cache.prepare([(sequence, len(part))])
