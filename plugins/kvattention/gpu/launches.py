@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvattention.gpu.schedule import group_heads, partial_rows
-from kvattention.gpu.variants import MOVE, MOVE_WORDS, Variant, layer_variants, seal_variant
+from kvattention.gpu.variants import MOVE, MOVE_WORDS, Variant, check_supported, layer_variants, seal_variant
 from kvattention.layout import UNIT_WORDS, LayerSpec
 
 Pointer = Any
@@ -109,7 +109,12 @@ def layer_table(layers: Sequence[LayerSpec]) -> NDArray[np.int32]:
 
 
 def layer_scales(layers: Sequence[LayerSpec]) -> NDArray[np.float32]:
-    """e4m3 multipliers, float32 ``[L, 2, Hkv]``: of K (of the first channel, all are taken to have it), of V."""
+    """e4m3 multipliers, float32 ``[L, 2, Hkv]``: of K, of V.
+
+    Raises ValueError for a layer that the kernels would misread.
+    """
+    for layer in layers:
+        check_supported(layer)
     return np.stack([np.stack([layer.k_scales[:, 0], layer.v_scales]) for layer in layers])
 
 

@@ -21,6 +21,9 @@ Argument = tuple[str, str]
 SMS = (80, 86, 89, 90, 120)
 """NVIDIA architectures that every variant is compiled for: A100, A10 and RTX 30, L4 and RTX 40, H100, RTX 50."""
 
+COLD_CODECS = ("f16", "bf16", "e4m3", "int4", "int2")
+"""Codecs that the kernels read and write."""
+
 MOVE_WORDS = 4096
 """Words that one program of `move` copies."""
 
@@ -206,6 +209,15 @@ def layer_variants(layer: LayerSpec, heads: int, fp8_query: bool = False) -> tup
     return _variants(layer.hot.k.name, k, v, layer.head_dim, layer.group_size, gqa, fp8_query)
 
 
+def check_supported(layer: LayerSpec) -> None:
+    """Raises ValueError for a layer that the kernels would misread."""
+    for codec in (layer.cold.k, layer.cold.v):
+        if codec.name not in COLD_CODECS:
+            raise ValueError(f"codec {codec} is not in the GPU kernels; use one of {COLD_CODECS}")
+    if layer.cold.k.name == "e4m3" and (layer.k_scales != layer.k_scales[:, :1]).any():
+        raise ValueError("K scales differ between the channels of a head; the GPU kernels take one per KV head")
+
+
 @lru_cache(maxsize=64)
 def seal_variant(hot: str, head_dim: int, group_size: int) -> Variant:
     return Variant("seal", hot, head_dim=head_dim, group_size=group_size)
@@ -215,9 +227,13 @@ MOVE = Variant("move")
 
 
 def needed(layers: Sequence[LayerSpec], heads: int, fp8_query: bool = False) -> tuple[Variant, ...]:
-    """Every kernel that an engine of these layers launches, each once."""
+    """Every kernel that an engine of these layers launches, each once.
+
+    Raises ValueError for a layer that the kernels would misread.
+    """
     found: dict[Variant, None] = {}
     for layer in layers:
+        check_supported(layer)
         found.update(dict.fromkeys(layer_variants(layer, heads, fp8_query)))
         found[seal_variant(layer.hot.k.name, layer.head_dim, layer.group_size)] = None
     found[MOVE] = None

@@ -81,3 +81,10 @@ def test_shapes_are_ones_that_triton_takes(head_dim: int, group_size: int) -> No
     assert channels * group_size <= 4096
     assert channels == head_dim or channels % 32 == 0  # a program never cuts a V group
     assert all(channels % codec.per_word == 0 for codec in CODECS.values())
+
+
+@pytest.mark.parametrize(("name", "message"), [("int8-mixture", "codec int8"), ("e4m3-channels", "K scales differ")])
+def test_what_the_kernels_would_misread_is_refused(name: str, message: str) -> None:
+    case = CASES[name]
+    with pytest.raises(ValueError, match=message):
+        needed(case.layers(), case.heads)
