@@ -372,7 +372,7 @@ def loadtest(
             Path("reports") / terms.name if out is None else out,
             running=RunningServer(url, metrics_url) if url is not None and metrics_url is not None else None,
             text=text,
-            quality=None if quality is None else _json(quality),
+            quality=None if quality is None else _text_quality(quality),
             fresh=fresh,
             watch=watch,
         )
@@ -524,6 +524,13 @@ def _json(path: Path) -> dict[str, Any]:
         raise LowkvError(f"{path} is not JSON: {error}") from error
     if not isinstance(plain, dict):
         raise LowkvError(f"{path} does not hold what was expected", got=plain, expected="a JSON object")
+    return plain
+
+
+def _text_quality(path: Path) -> dict[str, Any]:
+    plain = _json(path)
+    if "windows" not in plain or "results" not in plain:
+        raise LowkvError(f"{path} holds no figures of text", fix="write it with `lowkv eval --measures text --out`")
     return plain
 
 

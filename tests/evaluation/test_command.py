@@ -126,3 +126,12 @@ def test_two_engines_of_one_name(
     code, _, err = run(engine, tmp_path / ".." / tmp_path.name / engine.name, capsys=capsys)
     assert code == 2
     assert "two engines have the same name" in err
+
+
+def test_a_load_test_wants_figures_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], root: Path) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text('{"measures": {"passkey": {}}, "results": {}}')
+    with pytest.raises(SystemExit) as ended:
+        main(["loadtest", str(root / "loadtest/workloads/quick.yaml"), str(tmp_path), "--quality", str(path)])
+    assert ended.value.code == 2
+    assert "holds no figures of text" in capsys.readouterr().err
