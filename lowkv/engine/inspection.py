@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowkv.calibration.scales import PARTS, scaled_parts
 from lowkv.engine.tensorrt.network import effective_precision
 from lowkv.errors import LowkvError
 from lowkv.kvcache.formats import FORMATS
@@ -39,6 +40,7 @@ def inspect_engine(engine: EngineDir) -> dict[str, Any]:
             "model": f"{engine.model_config.architecture}, {engine.model_config.layers} layers",
             "requires": dict(manifest.requires),
             "kv_cache": engine.cache_plan.summary(),
+            "scales": _scales(engine),
             "payload_bytes": engine.weight_bytes,
             "files": {name: record.bytes for name, record in sorted(engine.files.items())},
         }
@@ -63,12 +65,31 @@ def _layers(engine: EngineDir, weights: Mapping[int, str]) -> list[dict[str, Any
             "format": layer.format,
             "k": FORMATS[layer.format].k.name,
             "v": FORMATS[layer.format].v.name,
+            "scales": _extremes(engine, index),
             "reason": layer.reason,
             "window": layer.window,
             "weights": weights.get(index, ""),
         }
         for index, layer in enumerate(engine.cache_plan.layers)
     ]
+
+
+def _scales(engine: EngineDir) -> dict[str, Any] | None:
+    """Where the scales of 8-bit keys and values come from; None where there are none."""
+    scales = engine.scales
+    if scales is None:
+        return None
+    named = {name: scales.details[name] for name in ("text", "tokens", "seed") if name in scales.details}
+    return {"source": scales.source, "granularity": scales.granularity, "estimator": scales.estimator, **named}
+
+
+def _extremes(engine: EngineDir, layer: int) -> dict[str, list[float]]:
+    """The smallest and the largest scale of a layer's K and V, as far as they have any."""
+    if engine.scales is None:
+        return {}
+    parts = [part for index, part, _ in scaled_parts(engine.cache_plan) if index == layer]
+    values = dict(zip(PARTS, engine.scales.layers[layer], strict=True))
+    return {part: [float(values[part].min()), float(values[part].max())] for part in parts}
 
 
 def _by_layer(matrices: list[dict[str, Any]]) -> dict[int, str]:
@@ -101,7 +122,7 @@ def _form(header: Mapping[str, Any], name: str, dtype: str) -> str:
     if not name.endswith(".codes"):
         return _DTYPES[dtype]
     base = name.removesuffix(".codes")
-    if f"{base}.input_scale" in header:
+    if dtype == "F8_E4M3":
         return "fp8"
     rows, groups = header[name]["shape"][0], header[f"{base}.scales"]["shape"][0]
     return f"int4 (groups of {rows // groups})"
@@ -151,6 +172,8 @@ def _engine_table(plain: Mapping[str, Any]) -> Table:
         "KV cache": engine["kv_cache"],
         "lm_head": f"{head['effective']}, stored as {head['stored']}",
     }
+    if scales := engine["scales"]:
+        rows["KV scales"] = ", ".join(f"{name} {value}" for name, value in scales.items() if value != "")
     if "builder" in plain:
         requires, kernels = engine["requires"], [name for name in engine["files"] if name.endswith(".cubin")]
         rows |= {
@@ -172,7 +195,9 @@ def _built(layer: Mapping[str, Any]) -> str:
 
 
 def _layers_table(plain: Mapping[str, Any]) -> Table:
-    table = _table("layer", "KV format", "K", "V", "because of", "window", "weights", "plugin instance")
+    table = _table(
+        "layer", "KV format", "K", "V", "scales of K, V", "because of", "window", "weights", "plugin instance"
+    )
     plugins = {plugin["layer"]: plugin for plugin in plain.get("plugins", [])}
     for row in plain["layers"]:
         plugin = plugins.get(row["layer"])
@@ -183,12 +208,17 @@ def _layers_table(plain: Mapping[str, Any]) -> Table:
             row["format"],
             k,
             v,
+            ", ".join(_range(*extremes) for extremes in row["scales"].values()),
             row["reason"],
             "" if row["window"] is None else str(row["window"]),
             row["weights"],
             f"{plugin['name']}{query}" if plugin else "",
         )
     return table
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
 
 
 def _bindings_table(plain: Mapping[str, Any]) -> Table:

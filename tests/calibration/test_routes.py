@@ -19,8 +19,10 @@ from kvattention import CODECS
 from kvattention.codec import decode_plain, encode_plain
 from lowkv.calibration import probe, routes
 from lowkv.calibration.scales import KVScales
+from lowkv.cli import main
 from lowkv.engine import EngineDir, build_engine
 from lowkv.engine.directory import MANIFEST, read_manifest
+from lowkv.engine.inspection import inspect_engine
 from lowkv.errors import LowkvError
 from lowkv.models.dense import DenseAttention
 from lowkv.models.safetensors_checkpoint import SafetensorsCheckpoint
@@ -282,6 +284,37 @@ def test_an_engine_with_damaged_scales_is_not_opened(
         EngineDir.open(with_scales(engine, change, tmp_path / "damaged"))
 
 
+def test_inspecting_an_engine_shows_its_scales(
+    recipe_of: Callable[..., Recipe],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = recipe_of(source="random", granularity="channel", estimator="mse")
+    recipe = replace(recipe, kv_cache=replace(recipe.kv_cache, skip_layers=(1,)))
+    engine = build_engine(recipe, tmp_path / "engine")
+    plain = inspect_engine(engine)
+    assert plain["engine"]["scales"] == {
+        "source": "random",
+        "granularity": "channel",
+        "estimator": "mse",
+        "text": "random tokens",
+        "tokens": 256,
+        "seed": 0,
+    }
+    k, v = scales_in(engine).layers[0]
+    assert plain["layers"][0]["scales"] == {"k": [k.min(), k.max()], "v": [v.min(), v.max()]}
+    assert plain["layers"][1]["scales"] == {}
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["inspect", str(engine.path)])
+    shown = capsys.readouterr().out
+    assert "source random, granularity channel, estimator mse" in " ".join(shown.split())
+    assert f"{k.min():.3g} to {k.max():.3g}" in shown
+    without = build_engine(recipe_of(format="kivi2"), tmp_path / "kivi2")
+    assert inspect_engine(without)["engine"]["scales"] is None
+
+
 # -- scales are used -----------------------------------------------------------------------------------------
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 65)
@@ -419,7 +452,7 @@ def test_scales_are_in_the_network_of_a_tensorrt_engine(
 
     monkeypatch.setattr(builder, "build_plan", no_plan)
     monkeypatch.setattr(target, "write_kernels", lambda *_: ())
-    recipe = replace(recipe_of(target="tensorrt", source="random", granularity="channel"), tensorrt=TensorRTConfig(89))
+    recipe = replace(recipe_of(target="tensorrt", source="random", granularity="head"), tensorrt=TensorRTConfig(89))
     engine = build_engine(recipe, tmp_path / "engine", keep_onnx=True)
     scales = scales_in(engine)
     tensors = {
@@ -428,9 +461,12 @@ def test_scales_are_in_the_network_of_a_tensorrt_engine(
     for layer, (k, v) in enumerate(scales.layers):
         found = tensors[scales_name(layer)]
         assert found.dtype == np.float32
-        np.testing.assert_array_equal(found[:, :16], k)
-        np.testing.assert_array_equal(found[:, 16], v)
-    recipe = replace(recipe, kv_cache=replace(recipe.kv_cache, scales=ScalesConfig("random", tokens=256)))
+        # [K row, V row] of one number a head, or [Hkv, D + 1]: K's channels, then V's.
+        parts = found if found.shape == (2, 2) else (found[:, 0], found[:, 16])
+        np.testing.assert_array_equal(parts[0], k[:, 0])
+        np.testing.assert_array_equal(parts[1], v)
+        assert not np.any(k[:, 0] == v)
+    recipe = replace(recipe, kv_cache=replace(recipe.kv_cache, scales=ScalesConfig("random", tokens=64)))
     other = build_engine(recipe, tmp_path / "other")
     assert other.manifest.payload_inputs["scales"] != engine.manifest.payload_inputs["scales"]
 
