@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowkv.models.checkpoint import WeightsFormat, check_tensors
+from lowkv.models.checkpoint import WeightsFormat, check_tensors, conversion_stage
 
 if TYPE_CHECKING:
     from lowkv.calibration.scales import KVScales
@@ -51,9 +51,10 @@ class CpuTarget:
         from lowkv.engine.weights_file import write_weights
 
         weights = WeightsFormat.from_recipe(recipe)
-        layout = weights.layout(checkpoint.config)
         check_tensors(checkpoint)
-        progress.begin("converting weights", weights_bytes(checkpoint.config, weights))
+        layout = weights.layout(checkpoint.config, checkpoint)
+        total = sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+        progress.begin(conversion_stage(checkpoint, weights), total)
         write_weights(folder / WEIGHTS, layout, weights.tensors(checkpoint), progress.advance)
         return (WEIGHTS,)
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from lowkv.calibration.scales import KVScales
     from lowkv.models.config import ModelConfig
-    from lowkv.models.quantized import Fp8Matrix, Int4Matrix, Quantization
+    from lowkv.models.quantized import Fp8Matrix, Int4Matrix, MatrixForm, Quantization
+    from lowkv.models.quantized_checkpoint import QuantizedCheckpoint
     from lowkv.recipe import Recipe
 
 
@@ -57,16 +58,21 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a Hugging Face folder or a `.gguf` file.
+    """Opens a Hugging Face folder, quantized or not, or a `.gguf` file.
 
     Raises:
-        LowkvError: nothing is there, or the model is not one that lowkv computes.
+        LowkvError: nothing is there, or the model is not one that lowkv computes, or its weights are quantized in a way
+            that lowkv does not read.
     """
     from lowkv.models.gguf_checkpoint import GgufCheckpoint
-    from lowkv.models.safetensors_checkpoint import SafetensorsCheckpoint
+    from lowkv.models.imports.detect import find_scheme
+    from lowkv.models.quantized_checkpoint import QuantizedCheckpoint
+    from lowkv.models.safetensors_checkpoint import SafetensorsCheckpoint, read_json
 
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        files = SafetensorsCheckpoint(path)
+        scheme = find_scheme(path, read_json(path / "config.json"), read_json)
+        return files if scheme is None else QuantizedCheckpoint(files, scheme)
     if path.is_file():
         return GgufCheckpoint(path)
     raise LowkvError(f"no checkpoint at {path}", expected="a Hugging Face folder or a .gguf file")
@@ -143,23 +149,31 @@ def decoder_weights(
         checkpoint: passed `check_tensors`.
         dtype: of the body.
         head_dtype: of `lm_head`, and so of tied embeddings.
-        quantization: of the layers' matrices, which are rounded once, from the checkpoint's own values.
+        quantization: of the layers' matrices, which are rounded once, from the checkpoint's own values. Matrices that
+            are quantized in the checkpoint keep their codes, where the recipe asks for that form; see `kept_forms`.
     """
     import torch
 
     from lowkv.models.quantized import Quantization
 
     config, form = checkpoint.config, quantization or Quantization()
+    kept, (source, _) = kept_forms(checkpoint, form), _quantized(checkpoint)
 
     def vector(name: str) -> Tensor:
         return checkpoint.tensor(name).to(dtype)
 
     def matrix(name: str, prefix: str, *parts: str) -> tuple[str, Tensor | Int4Matrix | Fp8Matrix]:
         """[out, in] each -> [in, sum of out]"""
-        keep = form.kind != "none"  # round the checkpoint's values once: to 4 or 8 bits
+        if name in kept:
+            assert source is not None
+            matrix = None if isinstance(kept[name], str) else source.matrix([f"{prefix}{p}_proj" for p in parts], dtype)
+            if matrix is not None:
+                return name, matrix
+        keep = form.kind != "none" and name not in kept  # round the checkpoint's values once: to 4 or 8 bits
         tensors = [checkpoint.tensor(f"{prefix}{part}_proj.weight") for part in parts]
         columns = [(tensor if keep else tensor.to(dtype)).t() for tensor in tensors]
-        return name, form.matrix(torch.cat(columns, 1) if len(columns) > 1 else columns[0], dtype, name)
+        dense = torch.cat(columns, 1) if len(columns) > 1 else columns[0]
+        return name, dense.contiguous() if name in kept else form.matrix(dense, dtype, name)
 
     head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     yield "lm_head", checkpoint.tensor(head).to(head_dtype).t().contiguous()
@@ -180,6 +194,53 @@ def decoder_weights(
         yield matrix(ours + "gate_up", mlp, "gate", "up")
         yield matrix(ours + "down", mlp, "down")
     yield "norm", vector("model.norm.weight")
+
+
+def kept_forms(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, MatrixForm | str]:
+    """Matrices of the decoder that are not rounded here because the checkpoint is quantized, in the recipe's form.
+
+    Each has the form that its codes keep, or the reason (words that follow "because") for which it is decoded to the
+    body's dtype instead. Empty when the checkpoint is in floating point, and when the recipe wants all of it decoded.
+
+    Raises:
+        LowkvError: the checkpoint is quantized in another form than the recipe's, or damaged.
+    """
+    source, rotated = _quantized(checkpoint)
+    if source is None:
+        return {}
+    source.check(quantization)
+    if quantization.kind == "none" or source.kind is None:
+        return {}
+    forms: dict[str, MatrixForm | str] = {}
+    for layer in range(source.config.layers):
+        for name, linears in matrix_parts(layer).items():
+            turned = layer in rotated and name.endswith((".qkv", ".output"))
+            forms[name] = "its values are rotated" if turned else source.kept_form(linears)
+    return forms
+
+
+def _quantized(checkpoint: Checkpoint) -> tuple[QuantizedCheckpoint | None, frozenset[int]]:
+    """The quantized checkpoint, if it is one, and the layers that are read from it with rotated values."""
+    from lowkv.models.quantized_checkpoint import QuantizedCheckpoint
+    from lowkv.models.rotation import RotatedCheckpoint
+
+    if isinstance(checkpoint, RotatedCheckpoint):
+        return _quantized(checkpoint.inner)[0], checkpoint.layers
+    return (checkpoint if isinstance(checkpoint, QuantizedCheckpoint) else None), frozenset()
+
+
+def matrix_parts(layer: int) -> dict[str, tuple[str, ...]]:
+    """A layer's matrices in the decoder -> the checkpoint's linears (without `.weight`) that lie in each."""
+    parts = {
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "output": ("self_attn.o_proj",),
+        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
+    }
+    return {
+        f"layers.{layer}.{name}": tuple(f"model.layers.{layer}.{linear}" for linear in linears)
+        for name, linears in parts.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -209,18 +270,30 @@ class WeightsFormat:
         quantization = Quantization(recipe.weights.quantization, recipe.weights.group_size)
         return cls(getattr(torch, body), getattr(torch, head), quantization)
 
-    def layout(self, config: ModelConfig) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def layout(
+        self, config: ModelConfig, checkpoint: Checkpoint | None = None
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of every tensor that is stored, in the order of `tensors`.
 
-        Raises LowkvError when the model's matrices do not divide into the format's groups.
+        Args:
+            config: the model's.
+            checkpoint: whose tensors they are: a quantized one may keep its own forms. None: one in floating point.
+
+        Raises:
+            LowkvError: the model's matrices do not divide into the format's groups, or the checkpoint is quantized in
+                another form.
         """
         from lowkv.models.decoder import MATRICES, weight_shapes
+        from lowkv.models.quantized import MatrixForm
 
-        self.quantization.check(config)
+        kept = {} if checkpoint is None else kept_forms(checkpoint, self.quantization)
+        if not kept:
+            self.quantization.check(config)
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, shape in weight_shapes(config).items():
             if name.rpartition(".")[2] in MATRICES:
-                layout |= self.quantization.layout(name, shape, self.dtype)
+                form = kept.get(name, self.quantization.form)
+                layout |= (MatrixForm() if isinstance(form, str) else form).layout(name, shape, self.dtype)
             else:
                 layout[name] = (shape, self.head_dtype if name == "lm_head" else self.dtype)
         return layout
@@ -231,3 +304,17 @@ class WeightsFormat:
 
         for name, weight in decoder_weights(checkpoint, self.dtype, self.head_dtype, self.quantization):
             yield from stored_tensors(name, weight)
+
+
+def conversion_stage(checkpoint: Checkpoint, weights: WeightsFormat) -> str:
+    """What a build says while it writes weights: also what becomes of those that come quantized."""
+    stage, (source, _) = "converting weights", _quantized(checkpoint)
+    if source is None or source.kind is None:
+        return stage
+    dtype = str(weights.dtype).removeprefix("torch.")
+    if weights.quantization.kind == "none":
+        return f"{stage}: the checkpoint's {source.kind} is decoded to {dtype}"
+    forms = kept_forms(checkpoint, weights.quantization)
+    decoded = sum(isinstance(form, str) for form in forms.values())
+    said = f", {decoded} of {len(forms)} matrices are decoded to {dtype}" if decoded else ""
+    return f"{stage}: the checkpoint's {source.kind} is kept{said}"

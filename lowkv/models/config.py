@@ -56,7 +56,6 @@ _MUST_BE_ABSENT = {
     "residual_multiplier": "scaled residuals",
     "logits_scaling": "scaled logits",
     "no_rope_layers": "layers without rotary embedding",
-    "quantization_config": "a checkpoint whose weights are already quantized",
 }
 """Keys of `config.json` that change what the model computes."""
 

@@ -7,11 +7,14 @@ A matrix here is [in, out] and applied as `x @ w`, like every matrix of the deco
 
 INT4 rounds weights only: groups of `group_size` inputs share a scale (and a zero point, where the form has them;
 what is made here is symmetric and has none). Codes are signed, -8 to 7, two to a byte with the even column in the
-low half: the bytes of an ONNX INT4 tensor, so that an exporter copies them.
+low half: the bytes of an ONNX INT4 tensor, so that an exporter copies them. Matrices of AWQ may want their inputs
+multiplied first (`smoothing`); none that is made here does.
 
-FP8 is E4M3 (no infinities, largest 448). One scale serves a whole matrix: floating point codes have their own
-exponents, and it is what every FP8 matrix product of TensorRT takes. Scales are powers of two, so that scaling
-rounds nothing, in whatever dtype it is done, and CPU and GPU compute from the same numbers.
+FP8 is E4M3 (no infinities, largest 448). What is made here has one scale for a whole matrix: floating point codes have
+their own exponents, and it is what every FP8 matrix product of TensorRT takes. That scale is a power of two, so that
+scaling rounds nothing, in whatever dtype it is done, and CPU and GPU compute from the same numbers. Matrices that come
+quantized (`lowkv.models.imports`) have whatever scales they have: one, or one for every output; and where their inputs
+are not to be rounded, no input_scale.
 
 Rounding is to nearest and nothing else: no calibration, no error feedback. Embeddings and logits stay in floating
 point.
@@ -20,14 +23,14 @@ To decode a matrix on a CPU takes longer than to multiply with it, so `prepared`
 engine shows what quantized weights cost in quality, and saves disk, not memory. The exception is INT4 in bfloat16,
 the one form that Torch has a fast kernel for. Elsewhere every product decodes its matrix anew.
 
-On file (safetensors) matrix NAME is `NAME.codes`, `NAME.scales` and, by form, `NAME.zeros` or
+On file (safetensors) matrix NAME is `NAME.codes`, `NAME.scales` and, by form, `NAME.zeros`, `NAME.smoothing` or
 `NAME.input_scale`; `stored_tensors` and `assembled` go there and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -52,6 +55,8 @@ _SMALLEST_SCALE = 2.0**-15
 
 _CPU_KERNEL_COLUMNS = 16
 """Torch's INT4 kernel for CPUs takes outputs in multiples of this."""
+
+_CPU_KERNEL_GROUPS = (32, 64, 128, 256)
 
 
 class QuantizedMatrix(Protocol):
@@ -92,6 +97,7 @@ class Int4Matrix:
     scales: Tensor  # [in / group_size, out], dtype of the products
     zeros: Tensor | None  # [in / group_size, out / 2] uint8, packed as the codes
     group_size: int
+    smoothing: Tensor | None = None  # [in], dtype of the products: what inputs are multiplied by before the product
 
     @classmethod
     def from_dense(cls, weight: Tensor, group_size: int, dtype: torch.dtype, name: str = "matrix") -> Int4Matrix:
@@ -107,7 +113,7 @@ class Int4Matrix:
         codes, scales = [], []
         for rows in torch.split(weight, group_size):  # what is in memory beside the matrix is one group of each column
             group_codes, group_scales = _rounded_groups(rows.float(), dtype)
-            codes.append(_pack(group_codes))
+            codes.append(pack(group_codes))
             scales.append(group_scales)
         return cls(torch.cat(codes), torch.stack(scales), None, group_size)
 
@@ -121,24 +127,34 @@ class Int4Matrix:
 
     def signed_codes(self) -> Tensor:
         """[in, out] int8, -8 to 7."""
-        return _unpack(self.codes)
+        return unpack(self.codes)
 
     def dequantize(self) -> Tensor:
-        """[in, out] in `dtype`: the definition of what the matrix is; each value is rounded once."""
+        """[in, out] in `dtype`: the definition of what the matrix is; each value is rounded once.
+
+        Smoothing, which is no part of the codes, is multiplied in and rounds once more.
+        """
         size, columns = self.shape
         codes = self.signed_codes().view(-1, self.group_size, columns)
         if self.zeros is not None:
-            codes = codes - _unpack(self.zeros)[:, None]
-        return (codes.to(self.dtype) * self.scales[:, None]).view(size, columns)
+            codes = codes - unpack(self.zeros)[:, None]
+        weight = (codes.to(self.dtype) * self.scales[:, None]).view(size, columns)
+        return weight if self.smoothing is None else weight * self.smoothing[:, None]
 
     def matmul(self, x: Tensor) -> Tensor:
         return x @ self.dequantize()
+
+    def to(self, dtype: torch.dtype) -> Int4Matrix:
+        """The same codes for products in that dtype."""
+        smoothing = None if self.smoothing is None else self.smoothing.to(dtype)
+        return replace(self, scales=self.scales.to(dtype), smoothing=smoothing)
 
     def prepared(self) -> Int4Matrix | CpuInt4Matrix | DecodedMatrix:
         if self.codes.device.type != "cpu":
             return self
         # The kernel takes float32 and float16 too, and is a hundred times slower than a dense product with them.
-        if self.dtype != torch.bfloat16 or self.shape[1] % _CPU_KERNEL_COLUMNS:
+        fitting = self.group_size in _CPU_KERNEL_GROUPS and self.smoothing is None
+        if self.dtype != torch.bfloat16 or self.shape[1] % _CPU_KERNEL_COLUMNS or not fitting:
             return DecodedMatrix(self.dequantize(), None)
         return CpuInt4Matrix.from_matrix(self)
 
@@ -155,7 +171,7 @@ class CpuInt4Matrix:
     @classmethod
     def from_matrix(cls, matrix: Int4Matrix) -> CpuInt4Matrix:
         unsigned = matrix.signed_codes().t().to(torch.int32).add_(8).contiguous()
-        zeros = torch.zeros_like(matrix.scales) if matrix.zeros is None else -_unpack(matrix.zeros) * matrix.scales
+        zeros = torch.zeros_like(matrix.scales) if matrix.zeros is None else -unpack(matrix.zeros) * matrix.scales
         return cls(
             packed=torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 1),
             scales_and_zeros=torch.stack((matrix.scales, zeros), -1).contiguous(),
@@ -201,11 +217,11 @@ class DecodedMatrix:
 
 @dataclass(frozen=True, eq=False)
 class Fp8Matrix:
-    """E4M3 codes with one scale, and the scale that inputs are rounded with."""
+    """E4M3 codes with one scale or one for every output, and the scale that inputs are rounded with, if they are."""
 
     codes: Tensor  # [in, out] float8_e4m3fn
-    scale: Tensor  # [1] float32
-    input_scale: Tensor  # [1] float32
+    scale: Tensor  # [1] or [out], float32
+    input_scale: Tensor | None  # [1] float32
     dtype: torch.dtype
 
     @classmethod
@@ -221,11 +237,18 @@ class Fp8Matrix:
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self) -> Tensor:
-        """[in, out] in `dtype`: the definition of what the matrix is."""
-        return self.codes.to(self.dtype) * self.scale.to(self.dtype)
+        """[in, out] in `dtype`: the definition of what the matrix is; each value is rounded once.
+
+        Scales are often too small to be normal numbers in float16: they are multiplied in float32.
+        """
+        return (self.codes.float() * self.scale).to(self.dtype)
 
     def matmul(self, x: Tensor) -> Tensor:
-        return rounded_input(x, self.input_scale) @ self.dequantize()
+        return (x if self.input_scale is None else rounded_input(x, self.input_scale)) @ self.dequantize()
+
+    def to(self, dtype: torch.dtype) -> Fp8Matrix:
+        """The same codes for products in that dtype."""
+        return replace(self, dtype=dtype)
 
     def prepared(self) -> Fp8Matrix | DecodedMatrix:
         return DecodedMatrix(self.dequantize(), self.input_scale) if self.codes.device.type == "cpu" else self
@@ -238,6 +261,56 @@ def rounded_input(x: Tensor, scale: Tensor) -> Tensor:
 
 
 # -- whole models --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MatrixForm:
+    """Which tensors a matrix is stored as: all that is known of it before its values are."""
+
+    kind: str = "none"
+    """none (floating point), int4 or fp8."""
+    group_size: int = 0
+    """int4: inputs that share a scale."""
+    zeros: bool = False
+    """int4: with zero points."""
+    smoothing: bool = False
+    """int4: inputs are multiplied by a vector first."""
+    columns: bool = False
+    """fp8: a scale for every output instead of one."""
+    rounds_inputs: bool = True
+    """fp8: inputs are rounded too, by a scale that is stored."""
+
+    def layout(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Names, shapes and dtypes of the tensors that a matrix [in, out] is stored as."""
+        if self.kind == "none":
+            return {name: (shape, dtype)}
+        size, columns = shape
+        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if self.kind == "int4":
+            groups = size // self.group_size
+            layout[f"{name}.codes"] = ((size, columns // 2), torch.uint8)
+            layout[f"{name}.scales"] = ((groups, columns), dtype)
+            if self.zeros:
+                layout[f"{name}.zeros"] = ((groups, columns // 2), torch.uint8)
+            if self.smoothing:
+                layout[f"{name}.smoothing"] = ((size,), dtype)
+            return layout
+        layout[f"{name}.codes"] = (shape, torch.float8_e4m3fn)
+        layout[f"{name}.scales"] = ((columns if self.columns else 1,), torch.float32)
+        if self.rounds_inputs:
+            layout[f"{name}.input_scale"] = ((1,), torch.float32)
+        return layout
+
+    def __str__(self) -> str:
+        if self.kind == "int4":
+            extras = ", zero points" * self.zeros + ", scaled inputs" * self.smoothing
+            return f"int4 (groups of {self.group_size}{extras})"
+        if self.kind == "fp8":
+            scales = "a scale per output" if self.columns else "one scale"
+            return f"fp8 ({scales}, inputs {'rounded' if self.rounds_inputs else 'not rounded'})"
+        return "floating point"
 
 
 @dataclass(frozen=True)
@@ -268,27 +341,48 @@ class Quantization:
             return Fp8Matrix.from_dense(weight, dtype)
         return weight.to(dtype).contiguous()
 
-    def layout(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Names, shapes and dtypes of the tensors that a matrix [in, out] is stored as."""
-        if self.kind == "none":
-            return {name: (shape, dtype)}
-        size, columns = shape
-        if self.kind == "int4":
-            return {
-                f"{name}.codes": ((size, columns // 2), torch.uint8),
-                f"{name}.scales": ((size // self.group_size, columns), dtype),
-            }
-        return {
-            f"{name}.codes": (shape, torch.float8_e4m3fn),
-            f"{name}.scales": ((1,), torch.float32),
-            f"{name}.input_scale": ((1,), torch.float32),
-        }
+    @property
+    def form(self) -> MatrixForm:
+        """Of the matrices that are made here."""
+        return MatrixForm(self.kind, self.group_size if self.kind == "int4" else 0)
+
+
+def fused(matrices: Sequence[Int4Matrix | Fp8Matrix], form: MatrixForm, dtype: torch.dtype) -> Int4Matrix | Fp8Matrix:
+    """Matrices of the same inputs side by side, their codes untouched, in the form that all of them have room in."""
+    int4 = [matrix for matrix in matrices if isinstance(matrix, Int4Matrix)]
+    fp8 = [matrix for matrix in matrices if isinstance(matrix, Fp8Matrix)]
+    if int4:
+        assert not fp8
+        return _fused_int4(int4, form, dtype)
+    codes = torch.cat([matrix.codes.view(torch.uint8) for matrix in fp8], 1).view(torch.float8_e4m3fn)
+    scales = [matrix.scale.expand(matrix.shape[1]) if form.columns else matrix.scale for matrix in fp8]
+    # What rounds least of what saturates nothing, should parts have been calibrated apart.
+    inputs = [matrix.input_scale for matrix in fp8 if matrix.input_scale is not None and form.rounds_inputs]
+    input_scale = torch.stack(inputs).amax(0) if inputs else None
+    return Fp8Matrix(codes, torch.cat(scales) if form.columns else scales[0], input_scale, dtype)
+
+
+def _fused_int4(matrices: Sequence[Int4Matrix], form: MatrixForm, dtype: torch.dtype) -> Int4Matrix:
+    zeros = None
+    if form.zeros:
+        zeros = torch.cat([_zeros(matrix) for matrix in matrices], 1)
+    return Int4Matrix(
+        codes=torch.cat([matrix.codes for matrix in matrices], 1),
+        scales=torch.cat([matrix.scales.to(dtype) for matrix in matrices], 1),
+        zeros=zeros,
+        group_size=form.group_size,
+        smoothing=None if matrices[0].smoothing is None else matrices[0].smoothing.to(dtype),
+    )
+
+
+def _zeros(matrix: Int4Matrix) -> Tensor:
+    if matrix.zeros is not None:
+        return matrix.zeros
+    return torch.zeros((matrix.scales.shape[0], matrix.codes.shape[1]), dtype=torch.uint8)
 
 
 def stored_tensors(name: str, weight: Tensor | Int4Matrix | Fp8Matrix) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a weight is stored as, in the order of `Quantization.layout`."""
+    """The tensors that a weight is stored as, in the order of `MatrixForm.layout`."""
     if isinstance(weight, torch.Tensor):
         yield name, weight
     elif isinstance(weight, Int4Matrix):
@@ -296,10 +390,13 @@ def stored_tensors(name: str, weight: Tensor | Int4Matrix | Fp8Matrix) -> Iterat
         yield f"{name}.scales", weight.scales
         if weight.zeros is not None:
             yield f"{name}.zeros", weight.zeros
+        if weight.smoothing is not None:
+            yield f"{name}.smoothing", weight.smoothing
     else:
         yield f"{name}.codes", weight.codes
         yield f"{name}.scales", weight.scale
-        yield f"{name}.input_scale", weight.input_scale
+        if weight.input_scale is not None:
+            yield f"{name}.input_scale", weight.input_scale
 
 
 def assembled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Int4Matrix | Fp8Matrix]:
@@ -307,17 +404,16 @@ def assembled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Int4Matrix | 
     weights: dict[str, Tensor | Int4Matrix | Fp8Matrix] = {}
     for name, tensor in tensors.items():
         base, dot, part = name.rpartition(".")
-        if not dot or part not in ("codes", "scales", "zeros", "input_scale"):
+        if not dot or part not in ("codes", "scales", "zeros", "smoothing", "input_scale"):
             weights[name] = tensor
         elif part == "codes":
             scales = _part(tensors, base, "scales")
             if tensor.dtype == torch.float8_e4m3fn:
-                input_scale = _part(tensors, base, "input_scale")
+                input_scale = tensors.get(f"{base}.input_scale")
                 weights[base] = Fp8Matrix(tensor, scales, input_scale, tensors["norm"].dtype)
             else:
-                weights[base] = Int4Matrix(
-                    tensor, scales, tensors.get(f"{base}.zeros"), tensor.shape[0] // scales.shape[0]
-                )
+                zeros, smoothing = tensors.get(f"{base}.zeros"), tensors.get(f"{base}.smoothing")
+                weights[base] = Int4Matrix(tensor, scales, zeros, tensor.shape[0] // scales.shape[0], smoothing)
     return weights
 
 
@@ -365,14 +461,14 @@ def _rounded_groups(group: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), scales.to(dtype)
 
 
-def _pack(codes: Tensor) -> Tensor:
+def pack(codes: Tensor) -> Tensor:
     """[n, out] int8 of -8 to 7 -> [n, out / 2] uint8."""
     nibbles = codes.view(torch.uint8) & 0xF
     return nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
 
 
-def _unpack(packed: Tensor) -> Tensor:
-    """Inverse of `_pack`."""
+def unpack(packed: Tensor) -> Tensor:
+    """Inverse of `pack`."""
     nibbles = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2).view(torch.int8)
     return (nibbles ^ 8) - 8
 

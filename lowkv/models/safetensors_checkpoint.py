@@ -1,7 +1,8 @@
 """A Hugging Face folder as a checkpoint: `config.json`, one or several `.safetensors` files,
 `tokenizer.json`.
 
-Pickles (`pytorch_model.bin`) are never loaded, and no code of a checkpoint is ever run.
+Pickles (`pytorch_model.bin`) are never loaded, and no code of a checkpoint is ever run. Quantized tensors are not
+understood here: see `lowkv.models.quantized_checkpoint`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from lowkv.calibration.scales import KVScales
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes, as safetensors names them, that weights come in unless they are quantized."""
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -57,17 +59,17 @@ class SafetensorsCheckpoint:
     """Implements `lowkv.models.checkpoint.Checkpoint`."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._shards = _shards(folder)
 
     @cached_property
     def config(self) -> ModelConfig:
-        return read_config(self._folder)
+        return read_config(self.folder)
 
     @property
     def files(self) -> tuple[Path, ...]:
         names = ["config.json", "generation_config.json", *TOKENIZER_FILES]
-        return (*(self._folder / name for name in names if (self._folder / name).is_file()), *self._shards)
+        return (*(self.folder / name for name in names if (self.folder / name).is_file()), *self._shards)
 
     @cached_property
     def _headers(self) -> dict[str, tuple[Path, tuple[int, ...], str]]:
@@ -81,15 +83,27 @@ class SafetensorsCheckpoint:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: shape for name, (_, shape, _) in self._headers.items()}
 
+    def stored(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype, as safetensors names it, of every tensor."""
+        return self._stored
+
+    @cached_property
+    def _stored(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        return {name: (shape, dtype) for name, (_, shape, dtype) in self._headers.items()}
+
     def tensor(self, name: str) -> Tensor:
+        shard, _, dtype = self._headers[name]
+        if dtype not in FLOATS:
+            raise LowkvError(
+                f"tensor {name} of {shard} is quantized", got=dtype, expected="one of " + ", ".join(FLOATS)
+            )
+        return self.raw(name)
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor in whatever dtype it is stored in."""
         from safetensors import safe_open
 
-        shard, _, dtype = self._headers[name]
-        if dtype not in _FLOATS:
-            raise LowkvError(
-                f"tensor {name} of {shard} is quantized", got=dtype, expected="one of " + ", ".join(_FLOATS)
-            )
-        with safe_open(shard, framework="pt") as file:
+        with safe_open(self._headers[name][0], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
@@ -97,15 +111,15 @@ class SafetensorsCheckpoint:
         return None
 
     def write_tokenizer(self, folder: Path) -> tuple[str, ...]:
-        if not (self._folder / "tokenizer.json").is_file():
+        if not (self.folder / "tokenizer.json").is_file():
             raise LowkvError(
-                f"{self._folder} has no tokenizer.json",
+                f"{self.folder} has no tokenizer.json",
                 expected="a tokenizer in the format of the tokenizers library",
                 fix="write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
             )
-        names = tuple(name for name in TOKENIZER_FILES if (self._folder / name).is_file())
+        names = tuple(name for name in TOKENIZER_FILES if (self.folder / name).is_file())
         for name in names:
-            shutil.copyfile(self._folder / name, folder / name)
+            shutil.copyfile(self.folder / name, folder / name)
         return names
 
 

@@ -134,11 +134,11 @@ def test_what_is_not_there_or_not_readable_is_said(folder: Path, tmp_path: Path)
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(LowkvError, match="expected a whole safetensors file"):
         weights(folder)
+    with pytest.raises(LowkvError, match=r"has no tokenizer\.json"):
+        open_checkpoint(folder).write_tokenizer(tmp_path)
     (folder / "config.json").write_text("{")
     with pytest.raises(LowkvError, match=r"config\.json"):
         weights(folder)
-    with pytest.raises(LowkvError, match=r"has no tokenizer\.json"):
-        open_checkpoint(folder).write_tokenizer(tmp_path)
 
 
 def write_gguf(

@@ -150,7 +150,6 @@ def test_architectures_bring_their_own_biases_and_norms() -> None:
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "got 'dynamic', expected default, linear or llama3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "got 'yarn'"),

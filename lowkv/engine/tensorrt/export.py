@@ -41,7 +41,7 @@ from lowkv.engine.tensorrt.onnx_file import (
 )
 from lowkv.engine.tensorrt.profiles import ARENA, INPUTS
 from lowkv.errors import LowkvError
-from lowkv.models.checkpoint import WeightsFormat, check_tensors
+from lowkv.models.checkpoint import WeightsFormat, check_tensors, conversion_stage
 from lowkv.models.decoder import Decoder, candidates, inverse_frequencies
 from lowkv.models.quantized import Fp8Matrix, Int4Matrix, QuantizedMatrix, assembled
 
@@ -103,14 +103,16 @@ def export_onnx(
     """
     _check_installed()
     weights = WeightsFormat.from_recipe(recipe)
-    layout = weights.layout(config)
     check_tensors(checkpoint)
+    layout = weights.layout(config, checkpoint)
     specs = plan.layer_specs(scales)
     progress.begin("exporting the model to ONNX")
     model = _trace(_Traced(config, _fields(specs, config, recipe)), layout, config)
     rewrite_products(model)
     data = path.with_name(path.name + ".data")
-    progress.begin("converting weights", sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values()))
+    progress.begin(
+        conversion_stage(checkpoint, weights), sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+    )
     initializers = write_data(data, weights.tensors(checkpoint), weights.dtype, progress.advance)
     initializers.append(inline_tensor(FREQUENCIES, inverse_frequencies(config.rope, config.head_dim)))
     initializers += [inline_tensor(scales_name(index), _kv_scales(spec)) for index, spec in enumerate(specs)]
@@ -176,9 +178,11 @@ class _TracedMatrix:
     def matmul(self, x: Tensor) -> Tensor:
         matrix = self.matrix
         if isinstance(matrix, Int4Matrix):
+            x = x if matrix.smoothing is None else x * matrix.smoothing
             inputs = [x, matrix.codes, matrix.scales, *([] if matrix.zeros is None else [matrix.zeros])]
             return self._product(INT4_PRODUCT, inputs, {"group_size": matrix.group_size})
-        return self._product(FP8_PRODUCT, [x, matrix.codes, matrix.scale, matrix.input_scale], {})
+        inputs = [x, matrix.codes, matrix.scale, *([] if matrix.input_scale is None else [matrix.input_scale])]
+        return self._product(FP8_PRODUCT, inputs, {})
 
     def _product(self, name: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
         return _symbolic(name, inputs, attributes, self.dtype, (inputs[0].shape[0], self.shape[1]))

@@ -24,7 +24,7 @@ INT4_PRODUCT = "Int4MatMul"
 """(x, codes, scales, zeros?) with group_size: x times an `Int4Matrix`."""
 
 FP8_PRODUCT = "Fp8MatMul"
-"""(x, codes, scale, input_scale): x, rounded, times an `Fp8Matrix`."""
+"""(x, codes, scale, input_scale?): x, rounded if there is a scale for that, times an `Fp8Matrix`."""
 
 _ALIGNMENT = 64
 """Of every tensor in the data file, in bytes."""
@@ -79,13 +79,18 @@ def _int4_product(node: onnx.NodeProto) -> Sequence[onnx.NodeProto]:
 def _fp8_product(node: onnx.NodeProto) -> Sequence[onnx.NodeProto]:
     from onnx.helper import make_node
 
-    x, codes, scale, input_scale = node.input
+    x, codes, scale, *parameters = node.input
     matrix = codes.removesuffix(".codes")
     weight, code, rounded = f"{matrix}.decoded", f"{matrix}.input_codes", f"{matrix}.input_decoded"
+    # The axis counts only where there is a scale for every output.
+    decode = make_node("DequantizeLinear", [codes, scale], [weight], weight, axis=1)
+    if not parameters:
+        return decode, make_node("MatMul", [x, weight], node.output, f"{matrix}.product")
+    (input_scale,) = parameters
     return (
         make_node("QuantizeLinear", [x, input_scale, _FP8_ZERO], [code], code),
         make_node("DequantizeLinear", [code, input_scale], [rounded], rounded),
-        make_node("DequantizeLinear", [codes, scale], [weight], weight),
+        decode,
         make_node("MatMul", [rounded, weight], node.output, f"{matrix}.product"),
     )
 
@@ -108,7 +113,7 @@ def write_data(
     Args:
         path: of the data file, beside the ONNX file.
         tensors: as `lowkv.models.quantized` stores them.
-        dtype: that matrices are decoded to. FP8 scales, powers of two, are converted to it and stay inline.
+        dtype: that matrices are decoded to. FP8 scales are converted to it; those of whole matrices stay inline.
         written: told the number of bytes of each tensor.
     """
     import onnx
@@ -119,6 +124,7 @@ def write_data(
             if tensor.numel() == 1 and name.endswith(_SCALARS):
                 protos.append(inline_tensor(name, tensor.to(dtype).reshape(())))
             else:
+                tensor = tensor.to(dtype) if name.endswith(".scales") else tensor
                 file.write(b"\0" * (-file.tell() % _ALIGNMENT))
                 proto = _tensor(name, tensor)
                 proto.data_location = onnx.TensorProto.EXTERNAL
