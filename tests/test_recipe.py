@@ -214,8 +214,8 @@ REFUSED = {
         2,
     ),
     "override format": (
-        "kv_cache:\n  overrides:\n    3: int8",
-        "kv_cache.overrides.3 is not known: got 'int8'",
+        "kv_cache:\n  overrides:\n    3: int3",
+        "kv_cache.overrides.3 is not known: got 'int3'",
         "",
         4,
     ),

@@ -34,6 +34,10 @@ class KVFormat:
     residual_length: int
     sink_tokens: int
     summary: str
+    rotate_values: bool = False
+    """Whether values are stored in a rotated basis: the engine's weights are built so that the model computes them
+    in it and its outputs are rotated back; nothing that reads or writes the cache knows. Outliers of single channels
+    spread over the head, and less is lost to 2 bits (docs/kv-cache.md)."""
 
     @property
     def model_precision(self) -> bool:
@@ -43,11 +47,13 @@ class KVFormat:
     @property
     def needs_scales(self) -> bool:
         """True when dequantization needs static scales from outside the block."""
-        return "e4m3" in (self.k.name, self.v.name)
+        return self.k.scaled or self.v.scaled
 
 
-def _row(name: str, k: str, v: str, residual_length: int, sink_tokens: int, summary: str) -> KVFormat:
-    return KVFormat(name, CODECS[k], CODECS[v], residual_length, sink_tokens, summary)
+def _row(
+    name: str, k: str, v: str, residual_length: int, sink_tokens: int, summary: str, rotate_values: bool = False
+) -> KVFormat:
+    return KVFormat(name, CODECS[k], CODECS[v], residual_length, sink_tokens, summary, rotate_values)
 
 
 FORMATS: Mapping[str, KVFormat] = MappingProxyType(
@@ -57,9 +63,13 @@ FORMATS: Mapping[str, KVFormat] = MappingProxyType(
             _row("fp16", "f16", "f16", 0, 0, "IEEE half precision, the baseline"),
             _row("bf16", "bf16", "bf16", 0, 0, "bfloat16, the baseline of bf16 models"),
             _row("fp8", "e4m3", "e4m3", 0, 0, "E4M3 with static scales"),
+            _row("fp8_e5m2", "e5m2", "e5m2", 0, 0, "E5M2 with static scales: more range than E4M3, less precision"),
+            _row("int8", "int8", "int8", 0, 0, "8-bit integers with static scales"),
             _row("kivi4", "int4", "int4", 128, 32, "KIVI 4 bit: K per channel, V per token"),
             _row("k4v2", "int4", "int2", 128, 32, "KIVI with K at 4 bit and V at 2 bit"),
+            _row("k4v2plus", "int4", "int2", 128, 32, "k4v2, V rotated", rotate_values=True),
             _row("kivi2", "int2", "int2", 128, 32, "KIVI 2 bit: K per channel, V per token"),
+            _row("kivi2plus", "int2c", "int2", 128, 32, "kivi2, K's ranges narrowed, V rotated", rotate_values=True),
         )
     }
 )

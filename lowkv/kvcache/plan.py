@@ -180,8 +180,10 @@ class CachePlan:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of static scales (float32, per KV head, K and V); per engine, not per sequence."""
-        return sum(8 * self.kv_heads for layer in self.layers if FORMATS[layer.format].needs_scales)
+        """Bytes of static scales (float32: K's per channel, V's per KV head); per engine, not per sequence."""
+        return sum(
+            4 * self.kv_heads * (self.head_dim + 1) for layer in self.layers if FORMATS[layer.format].needs_scales
+        )
 
     @cached_property
     def window(self) -> int | None:
@@ -265,7 +267,10 @@ class CachePlan:
     def layer_specs(
         self, scales: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]] | None = None
     ) -> list[LayerSpec]:
-        """One `LayerSpec` per layer. `scales`: per layer (K scales, V scales), each float32 [kv_heads]."""
+        """One `LayerSpec` per layer.
+
+        `scales`: per layer (K scales, V scales), float32, K's [kv_heads, head_dim] or [kv_heads], V's [kv_heads].
+        """
         ones = np.ones(self.kv_heads, np.float32)
         specs = []
         cold_offset = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lowkv.errors import LowkvError
@@ -12,11 +13,17 @@ from lowkv.kvcache import FORMATS, CachePlan
 
 # SmolLM2-135M: 30 layers x 3 KV heads x 64 channels, K and V.
 VALUES_PER_TOKEN = 2 * 30 * 3 * 64
-BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "kivi4": 5, "k4v2": 4, "kivi2": 3}
+BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "fp8_e5m2": 8, "int8": 8, "kivi4": 5}
+BITS |= {"k4v2": 4, "k4v2plus": 4, "kivi2": 3, "kivi2plus": 3}
 
 
 def test_every_format_has_a_known_cost() -> None:
-    assert set(FORMATS) == set(BITS)
+    assert list(FORMATS) == list(BITS)
+
+
+def test_what_else_a_format_asks_for() -> None:
+    assert [name for name, row in FORMATS.items() if row.needs_scales] == ["fp8", "fp8_e5m2", "int8"]
+    assert [name for name, row in FORMATS.items() if row.rotate_values] == ["k4v2plus", "kivi2plus"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -87,7 +94,7 @@ def test_skip_layers_and_overrides(make_plan: Any) -> None:
     assert [formats[index] for index in (0, 1, 5, 6, 28, 29)] == ["fp16", "kivi2", "fp8", "kivi4", "fp16", "fp16"]
     assert plan.summary() == "fp16 x3 + kivi2 x25 + fp8 x1 + kivi4 x1"
     assert plan.effective_bits() == pytest.approx((3 * 16 + 25 * 3 + 8 + 5) / 30)
-    assert plan.scale_bytes == 3 * 2 * 4
+    assert plan.scale_bytes == 3 * (64 + 1) * 4  # of one layer: for every channel of K, and every head of V
 
 
 def test_the_ends_of_a_model_are_named_by_count(make_plan: Any) -> None:
@@ -103,6 +110,17 @@ def test_layers_lie_end_to_end_in_a_block(make_plan: Any) -> None:
         assert (spec.hot_offset, spec.cold_offset) == (hot, cold)
         hot, cold = hot + spec.hot.words, cold + spec.cold.words
     assert (hot * 4, cold * 4) == (plan.hot_block_bytes, plan.cold_block_bytes)
+
+
+def test_scales_go_to_the_layers(make_plan: Any) -> None:
+    plan = make_plan("int8")
+    rng = np.random.default_rng(0)
+    per_channel, per_head, values = (rng.random(shape).astype(np.float32) for shape in ((3, 64), 3, 3))
+    specs = plan.layer_specs([(per_channel, values), (per_head, values), *[(per_head, values)] * 28])
+    np.testing.assert_array_equal(specs[0].k_scales, per_channel)
+    np.testing.assert_array_equal(specs[1].k_scales, np.repeat(per_head[:, None], 64, axis=1))
+    np.testing.assert_array_equal(specs[1].v_scales, values)
+    assert sum(spec.k_scales.nbytes + spec.v_scales.nbytes for spec in specs) == plan.scale_bytes
 
 
 def test_mapping_round_trip(make_plan: Any) -> None:

@@ -90,7 +90,9 @@ def test_llama_3_8b_on_80_gb(config: Any, capsys: pytest.CaptureFixture[str]) ->
     # K and V of 8 heads of 128 in 32 layers. Query heads do not count: with 32 of them it would be four times that.
     values = 2 * 32 * 8 * 128
     # A group of 32 shares 32 bits of parameters: one more bit per value.
-    bits = {"fp16": 16, "bf16": 16, "fp8": 8, "kivi4": 4 + 1, "k4v2": (4 + 2) / 2 + 1, "kivi2": 2 + 1}
+    bits = {"fp16": 16, "bf16": 16, "kivi4": 4 + 1}
+    bits |= dict.fromkeys(("fp8", "fp8_e5m2", "int8"), 8)
+    bits |= dict.fromkeys(("k4v2", "k4v2plus"), (4 + 2) / 2 + 1) | dict.fromkeys(("kivi2", "kivi2plus"), 2 + 1)
     for name, row in table.items():
         assert row["bytes_per_token"] == values * bits[name] / 8
         assert row["effective_bits"] == bits[name]

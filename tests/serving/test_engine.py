@@ -13,6 +13,7 @@ import pytest
 
 from lowkv.errors import LowkvError
 from lowkv.kvcache import FORMATS
+from lowkv.recipe import ScalesConfig
 from lowkv.serving import Completion, Delta, EngineLoop, Request, SamplingParams, ServingEngine
 
 Build = Callable[..., Path]
@@ -39,11 +40,17 @@ def same(left: list[Completion], right: list[Completion], tolerance: float = 1e-
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=tolerance)
 
 
+def stored_as(name: str, **settings: Any) -> dict[str, Any]:
+    """The recipe's `kv_cache`; 8-bit integers are nothing without scales."""
+    scales = {"scales": ScalesConfig(source="random")} if FORMATS[name].needs_scales else {}
+    return {"format": name, **scales, **settings}
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_alone_and_in_a_full_batch(build_tiny: Build, name: str) -> None:
     """Whole prompts in one step each (the step budget is larger), so that nothing else is stored."""
     texts = prompts(12, high=120)
-    path = build_tiny({"format": name, "budget": 64 * 2**20}, {"max_tokens_per_step": 2048})
+    path = build_tiny(stored_as(name, budget=64 * 2**20), {"max_tokens_per_step": 2048})
     same(alone(path, texts, greedy()), ServingEngine.load(path).generate(texts, greedy()))
 
 
@@ -60,8 +67,8 @@ def test_chunks_within_the_residual_change_nothing(build_tiny: Build, name: str)
     """A prompt no longer than residual and sink is read in model precision, however it is cut."""
     limit = max(31, FORMATS[name].residual_length)
     texts = prompts(6, high=limit)
-    whole = build_tiny({"format": name}, {"max_tokens_per_step": 2048})
-    chunked = build_tiny({"format": name}, {"max_tokens_per_step": 32, "max_sequences": 8})
+    whole = build_tiny(stored_as(name), {"max_tokens_per_step": 2048})
+    chunked = build_tiny(stored_as(name), {"max_tokens_per_step": 32, "max_sequences": 8})
     output = 1 if FORMATS[name].residual_length == 0 else 40
     same(alone(whole, texts, greedy(output)), ServingEngine.load(chunked).generate(texts, greedy(output)))
 
@@ -82,7 +89,7 @@ def test_preempted_and_resumed(build_tiny: Build) -> None:
 def test_preemption_of_quantized_formats_leaks_nothing(build_tiny: Build, name: str) -> None:
     """What recomputation stores may differ (docs/serving.md), but all end, at their lengths, and nothing leaks."""
     texts = prompts(10, low=20, high=60)
-    engine = ServingEngine.load(build_tiny({"format": name, "budget": 2**18}, {"policy": "max_utilization"}))
+    engine = ServingEngine.load(build_tiny(stored_as(name, budget=2**18), {"policy": "max_utilization"}))
     completions = engine.generate(texts, greedy(400))
     assert engine.stats().preempted_total > 0
     assert [len(item.token_ids) for item in completions] == [400] * 10
