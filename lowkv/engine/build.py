@@ -41,6 +41,7 @@ from lowkv.engine.tensorrt.target import ONNX, TensorRTTarget
 from lowkv.errors import LowkvError
 from lowkv.kvcache.plan import CachePlan
 from lowkv.models.checkpoint import Checkpoint
+from lowkv.models.rotation import with_rotated_values
 from lowkv.models.sources import open_source
 from lowkv.recipe import Recipe
 
@@ -76,7 +77,8 @@ def build_engine(
     with _scratch_folder(out) as folder:
         files = _link_payload(out.parent, folder, wanted, progress, keep_onnx)
         if files is None:
-            files = _write_payload(target, checkpoint, recipe, scales, folder, progress)
+            turned = with_rotated_values(checkpoint, CachePlan.from_mapping(dict(wanted.cache_plan)))
+            files = _write_payload(target, turned, recipe, scales, folder, progress)
         _write_manifest(folder, wanted, files)
         _to_disk(folder)
         if recipe.quality.required:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowkv.models.checkpoint import WeightsFormat, check_tensors, conversion_stage
+from lowkv.models.rotation import rotated_layers
 
 if TYPE_CHECKING:
     from lowkv.calibration.scales import KVScales
@@ -40,7 +41,7 @@ class CpuTarget:
 
     def payload_inputs(self, recipe: Recipe, plan: CachePlan, scales: KVScales | None) -> Mapping[str, Any]:
         """Scales are read from the manifest: engines that differ in them share their weights."""
-        return weights_inputs(recipe)
+        return weights_inputs(recipe, plan)
 
     def payload_bytes(self, config: ModelConfig, recipe: Recipe) -> int:
         return weights_bytes(config, WeightsFormat.from_recipe(recipe))
@@ -67,13 +68,15 @@ class CpuTarget:
         return Decoder(config, assembled(load_file(folder / WEIGHTS, device=device)))
 
 
-def weights_inputs(recipe: Recipe) -> dict[str, Any]:
-    """What the stored weights depend on in a recipe."""
+def weights_inputs(recipe: Recipe, plan: CachePlan) -> dict[str, Any]:
+    """What the stored weights depend on beside the checkpoint."""
     inputs: dict[str, Any] = {"weights": recipe.weights.dtype, "lm_head": recipe.lm_head.effective}
     if recipe.weights.quantization != "none":
         inputs["quantization"] = recipe.weights.quantization
     if recipe.weights.quantization == "int4":
         inputs["group_size"] = recipe.weights.group_size
+    if rotated := rotated_layers(plan):
+        inputs["rotated_values"] = list(rotated)
     return inputs
 
 

@@ -68,7 +68,7 @@ class TensorRTTarget:
         from lowkv.engine.cpu import weights_inputs
 
         serving = recipe.serving
-        return weights_inputs(recipe) | {
+        return weights_inputs(recipe, plan) | {
             "cache_plan": plan.to_mapping(),
             "scales": None if scales is None else scales.digest(plan),
             "fp8_query": recipe.kv_cache.fp8_query,
