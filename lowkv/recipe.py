@@ -36,7 +36,6 @@ _TARGETS = ("cpu", "cuda", "tensorrt")
 _QUANTIZATIONS = ("none", "int4", "fp8")
 SMS = (80, 86, 89, 90, 120)
 """Compute capabilities, times ten, that the GPU kernels are compiled for."""
-AUTO = "auto"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RANGE = re.compile(r"([0-9]+)-([0-9]+)")
 _END = re.compile(r"(first|last):([1-9][0-9]*)")
@@ -179,7 +178,6 @@ class KVCacheConfig:
     """How keys and values are kept. All lengths are in tokens."""
 
     format: str = "kivi2"
-    """A format, or `auto`: chosen at build from what the model's keys and values look like."""
     group_size: int = 32
     """Tokens in a block, and tokens that share a scale in a KIVI K channel."""
     residual_length: int | None = None
@@ -204,7 +202,7 @@ class KVCacheConfig:
     scales: ScalesConfig = field(default_factory=ScalesConfig)
 
     def __post_init__(self) -> None:
-        choice("format", self.format, (*FORMATS, AUTO))
+        choice("format", self.format, FORMATS)
         if isinstance(self.group_size, bool) or self.group_size not in GROUP_SIZES:
             raise ConfigError(("group_size",), "is not supported", got=self.group_size, expected="one of 32, 64, 128")
         for key, length in (("residual_length", self.residual_length), ("sink_tokens", self.sink_tokens)):
