@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lowkv.engine.tensorrt.backend import Backend
     from lowkv.kvcache.plan import CachePlan
     from lowkv.models.config import ModelConfig
+    from lowkv.models.quantized import MatrixForm
     from lowkv.recipe import Recipe
 
 
@@ -30,6 +31,7 @@ def build_plan(
     backend: Backend,
     sm: int,
     progress: Progress,
+    kept: Mapping[str, MatrixForm | str] | None = None,
 ) -> dict[str, Any]:
     """Builds the ONNX file into a plan for one GPU generation.
 
@@ -42,6 +44,7 @@ def build_plan(
         backend: the TensorRT to build with.
         sm: compute capability, times ten.
         progress: told of the builder's phases. Ctrl-C ends the build at the next step of one.
+        kept: forms of matrices that came quantized in the checkpoint (`kept_forms`).
 
     Returns:
         The report: plain values, the same for the same input.
@@ -63,7 +66,7 @@ def build_plan(
     if not parser.parse_from_file(str(onnx)):
         raise _parse_error(parser, backend)
     report = describe(trt, network)
-    check_network(report, recipe, config, plan)
+    check_network(report, recipe, config, plan, kept)
     _check_inputs(report)
     profiles = engine_profiles(recipe, config, plan)
     settings = builder.create_builder_config()

@@ -43,7 +43,7 @@ from lowkv.engine.tensorrt.profiles import ARENA, INPUTS
 from lowkv.errors import LowkvError
 from lowkv.models.checkpoint import WeightsFormat, check_tensors, conversion_stage
 from lowkv.models.decoder import Decoder, candidates, inverse_frequencies
-from lowkv.models.quantized import Fp8Matrix, Int4Matrix, QuantizedMatrix, assembled
+from lowkv.models.quantized import Fp8Matrix, Int4Matrix, QuantizedMatrix, assembled, unpack
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,7 +104,7 @@ def export_onnx(
     _check_installed()
     weights = WeightsFormat.from_recipe(recipe)
     check_tensors(checkpoint)
-    layout = weights.layout(config, checkpoint)
+    layout = dict(_offset_layout(weights.layout(config, checkpoint), weights.dtype))
     specs = plan.layer_specs(scales)
     progress.begin("exporting the model to ONNX")
     model = _trace(_Traced(config, _fields(specs, config, recipe)), layout, config)
@@ -113,7 +113,7 @@ def export_onnx(
     progress.begin(
         conversion_stage(checkpoint, weights), sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values())
     )
-    initializers = write_data(data, weights.tensors(checkpoint), weights.dtype, progress.advance)
+    initializers = write_data(data, _with_offsets(weights.tensors(checkpoint)), weights.dtype, progress.advance)
     initializers.append(inline_tensor(FREQUENCIES, inverse_frequencies(config.rope, config.head_dim)))
     initializers += [inline_tensor(scales_name(index), _kv_scales(spec)) for index, spec in enumerate(specs)]
     write_model(model, initializers, path)
@@ -155,6 +155,35 @@ def _kv_scales(spec: LayerSpec) -> Tensor:
     return torch.tensor([heads.tolist(), spec.v_scales.tolist()])
 
 
+# -- zero points ---------------------------------------------------------------------------------------------
+#
+# TensorRT decodes INT4 without zero points only. With them, x @ ((codes - zeros) * scales) is x @ (codes * scales) less
+# the sums of x over its groups @ (zeros * scales): a second, small product, whose matrix is stored in place of zeros.
+
+_ZEROS, OFFSETS = ".zeros", ".offsets"
+
+
+def _offset_layout(
+    layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype
+) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
+    for name, (shape, stored) in layout.items():
+        if name.endswith(_ZEROS):
+            yield name.removesuffix(_ZEROS) + OFFSETS, ((shape[0], 2 * shape[1]), dtype)
+        else:
+            yield name, (shape, stored)
+
+
+def _with_offsets(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    scales = None
+    for name, tensor in tensors:
+        if name.endswith(_ZEROS):
+            assert scales is not None
+            yield name.removesuffix(_ZEROS) + OFFSETS, unpack(tensor) * scales
+        else:
+            scales = tensor  # those of a matrix come right before its zeros
+            yield name, tensor
+
+
 # -- tracing -------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +192,7 @@ class _TracedMatrix:
     """A quantized matrix whose product is an operator that `_rewrite_products` knows."""
 
     matrix: Int4Matrix | Fp8Matrix
+    offsets: Tensor | None  # [in / group_size, out]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -179,8 +209,11 @@ class _TracedMatrix:
         matrix = self.matrix
         if isinstance(matrix, Int4Matrix):
             x = x if matrix.smoothing is None else x * matrix.smoothing
-            inputs = [x, matrix.codes, matrix.scales, *([] if matrix.zeros is None else [matrix.zeros])]
-            return self._product(INT4_PRODUCT, inputs, {"group_size": matrix.group_size})
+            inputs = [x, matrix.codes, matrix.scales]
+            product = self._product(INT4_PRODUCT, inputs, {"group_size": matrix.group_size})
+            if self.offsets is None:
+                return product
+            return product - x.reshape(x.shape[0], -1, matrix.group_size).sum(-1) @ self.offsets
         inputs = [x, matrix.codes, matrix.scale, *([] if matrix.input_scale is None else [matrix.input_scale])]
         return self._product(FP8_PRODUCT, inputs, {})
 
@@ -221,8 +254,9 @@ class _Traced(torch.nn.Module):
             inputs = (q, k, v, arena, scales[layer], sequences, table, appends, narrow, wide, merges)
             return _symbolic(PLUGIN_NAME, inputs, self._attributes[layer], q.dtype, q.shape)
 
+        offsets = {name.removesuffix(OFFSETS): weights.pop(name) for name in list(weights) if name.endswith(OFFSETS)}
         matrices: dict[str, Tensor | QuantizedMatrix] = {
-            name: weight if isinstance(weight, torch.Tensor) else _TracedMatrix(weight)
+            name: weight if isinstance(weight, torch.Tensor) else _TracedMatrix(weight, offsets.get(name))
             for name, weight in assembled(weights).items()
         }
         decoder = Decoder(self._config, matrices, frequencies)

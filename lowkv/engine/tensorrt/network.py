@@ -17,6 +17,7 @@ from lowkv.kvcache.formats import FORMATS
 if TYPE_CHECKING:
     from lowkv.kvcache.plan import CachePlan
     from lowkv.models.config import ModelConfig
+    from lowkv.models.quantized import MatrixForm
     from lowkv.recipe import Recipe
 
 _TYPES = {
@@ -49,15 +50,28 @@ def describe(trt: Any, network: Any) -> dict[str, Any]:
     }
 
 
-def check_network(report: Mapping[str, Any], recipe: Recipe, config: ModelConfig, plan: CachePlan) -> None:
-    """Raises `LowkvError` naming the first thing in the report that is not as the recipe says."""
-    for what, got, expected in _facts(report, recipe, config, plan):
+def check_network(
+    report: Mapping[str, Any],
+    recipe: Recipe,
+    config: ModelConfig,
+    plan: CachePlan,
+    kept: Mapping[str, MatrixForm | str] | None = None,
+) -> None:
+    """Raises `LowkvError` naming the first thing in the report that is not as the recipe says.
+
+    `kept` are the matrices that came quantized in the checkpoint, in forms of their own (`kept_forms`).
+    """
+    for what, got, expected in _facts(report, recipe, config, plan, kept or {}):
         if got != expected:
             raise LowkvError(f"the network is not the recipe's: {what}", got=got, expected=repr(expected))
 
 
 def _facts(
-    report: Mapping[str, Any], recipe: Recipe, config: ModelConfig, plan: CachePlan
+    report: Mapping[str, Any],
+    recipe: Recipe,
+    config: ModelConfig,
+    plan: CachePlan,
+    kept: Mapping[str, MatrixForm | str],
 ) -> Iterator[tuple[str, object, object]]:
     """(what, got, expected) for everything that can be compared."""
     attention = report["attention"]
@@ -81,19 +95,27 @@ def _facts(
         }
         for name, value in expected.items():
             yield f"{name} of attention layer {index}", layer["fields"].get(name), value
-    quantized = recipe.weights.quantization
-    stored = recipe.weights.dtype if quantized == "none" else quantized
-    yield "matrices whose weights have another precision", _others(report["matrices"], stored), ()
-    if quantized == "int4":
-        groups = {matrix["group_size"] for matrix in report["matrices"]}
-        yield "weights.group_size", groups, {recipe.weights.group_size}
+    matrices = [matrix for matrix in report["matrices"] if not matrix["name"].endswith(".offsets.product")]
+    yield "matrices whose weights have another precision", _others(matrices, recipe, kept), ()
     head = report["lm_head"]
     yield "lm_head", head is not None, True
     yield "precision of lm_head", (*head["inputs"], head["output"]), (recipe.lm_head.effective,) * 3
 
 
-def _others(matrices: list[dict[str, Any]], stored: str) -> tuple[str, ...]:
-    return tuple(f"{matrix['name']} {matrix['weights']}" for matrix in matrices if matrix["weights"] != stored)
+def _others(matrices: list[dict[str, Any]], recipe: Recipe, kept: Mapping[str, MatrixForm | str]) -> tuple[str, ...]:
+    quantized = recipe.weights.quantization
+    form: tuple[str, int | None] = (recipe.weights.dtype if quantized == "none" else quantized, None)
+    if quantized == "int4":
+        form = ("int4", recipe.weights.group_size)
+    others = []
+    for matrix in matrices:
+        own = kept.get(matrix["name"].removesuffix(".product"))
+        expected = form if own is None else (recipe.weights.dtype, None)
+        if own is not None and not isinstance(own, str) and own.kind != "none":
+            expected = own.kind, own.group_size or None
+        if (matrix["weights"], matrix["group_size"]) != expected:
+            others.append(f"{matrix['name']} {matrix['weights']}, group_size {matrix['group_size']}")
+    return tuple(others)
 
 
 def effective_precision(matrix: Mapping[str, Any]) -> str:

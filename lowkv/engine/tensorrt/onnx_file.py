@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INT4_PRODUCT = "Int4MatMul"
-"""(x, codes, scales, zeros?) with group_size: x times an `Int4Matrix`."""
+"""(x, codes, scales) with group_size: x times an `Int4Matrix`, zero points aside."""
 
 FP8_PRODUCT = "Fp8MatMul"
 """(x, codes, scale, input_scale?): x, rounded if there is a scale for that, times an `Fp8Matrix`."""
@@ -66,12 +66,12 @@ def rewrite_products(model: onnx.ModelProto) -> None:
 def _int4_product(node: onnx.NodeProto) -> Sequence[onnx.NodeProto]:
     from onnx.helper import make_node
 
-    x, codes, *parameters = node.input
+    x, codes, scales = node.input
     matrix = codes.removesuffix(".codes")
     weight = f"{matrix}.decoded"
     group_size = next(attribute.i for attribute in node.attribute if attribute.name == "group_size")
     return (
-        make_node("DequantizeLinear", [codes, *parameters], [weight], weight, axis=0, block_size=group_size),
+        make_node("DequantizeLinear", [codes, scales], [weight], weight, axis=0, block_size=group_size),
         make_node("MatMul", [x, weight], node.output, f"{matrix}.product"),
     )
 

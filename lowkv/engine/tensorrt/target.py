@@ -94,6 +94,7 @@ class TensorRTTarget:
         from lowkv.engine.tensorrt.export import export_onnx
         from lowkv.engine.tensorrt.profiles import engine_profiles
         from lowkv.kvcache.plan import CachePlan
+        from lowkv.models.checkpoint import WeightsFormat, kept_forms
 
         config = checkpoint.config
         plan = CachePlan.from_config(config, recipe.kv_cache)
@@ -103,7 +104,8 @@ class TensorRTTarget:
         layers = None if scales is None else scales.layers
         onnx = export_onnx(checkpoint, config, plan, recipe, folder / ONNX, progress, layers)
         exported = sorted(path for path in folder.iterdir() if path not in before)
-        report = build_plan(onnx, folder / PLAN, recipe, config, plan, backend, sm, progress)
+        kept = kept_forms(checkpoint, WeightsFormat.from_recipe(recipe).quantization)
+        report = build_plan(onnx, folder / PLAN, recipe, config, plan, backend, sm, progress, kept)
         if not self.keep_onnx:
             for path in exported:
                 path.unlink()
