@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from kvattention.cases import Case, Playback, Step
 from kvattention.codec import decode_plain, e4m3, encode_plain, round_to
 from kvattention.gpu.attention import Arena, GpuAttention
+from kvattention.gpu.variants import COLD_CODECS
 from kvattention.layout import LayerSpec
 from kvattention.reference import ReferenceAttention, as_stored
 
@@ -35,8 +36,6 @@ Floats = NDArray[np.float32]
 
 UNIT_ROUNDOFF = {"f16": 2.0**-11, "bf16": 2.0**-8}
 SUMS = 1e-4
-KNOWN = {"f16", "bf16", "e4m3", "int4", "int2"}
-"""Codecs that the kernels have."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def check(attention: GpuAttention, case: Case, fp8_query: bool | None = None) ->
 
 def missing(case: Case) -> str:
     """What the kernels lack for the case; empty if nothing."""
-    codecs = {codec for pair in case.formats for codec in pair} - KNOWN
+    codecs = {codec for pair in case.formats for codec in pair}.difference(COLD_CODECS)
     return ", ".join(sorted(codecs)) or "K scales per channel" * (case.scales == "channel")
 
 
