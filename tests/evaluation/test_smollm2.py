@@ -54,8 +54,9 @@ def test_passkey(measured: Measured) -> None:
 
 def test_task(measured: Measured) -> None:
     base, broken = measured(TaskMeasure(questions=8))
-    assert base["task"]["value"] > 0.5
+    assert base["task"]["value"] >= 0.5
     assert broken["task"]["value"] < base["task"]["value"]
+    assert broken["task_logprob_difference"]["value"] < -0.1
 
 
 def test_agreement(measured: Measured) -> None:
