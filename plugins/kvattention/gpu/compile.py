@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from kvattention.gpu.limits import REGISTERS
+
 if TYPE_CHECKING:
     from kvattention.gpu.variants import Variant
 
@@ -40,6 +42,9 @@ INDEX_FORMAT = 1
 
 POINTER_ALIGNMENT = 16
 """Bytes to which every pointer argument is aligned; kernels are compiled for it and loads are as wide as it allows."""
+
+_REGISTERS = (128, 168, 255)
+"""Registers a thread, tried in turn when fewer were used and some spilled."""
 
 Arguments = tuple[tuple[str, str], ...]
 
@@ -384,13 +389,18 @@ def _compile(wanted: Source) -> dict[str, Any]:
     ast = ASTSource(function, signature=ordered, constexprs=dict(wanted.constants), attrs=attributes)
     options = {"num_warps": wanted.num_warps, "num_stages": wanted.num_stages, "enable_fp_fusion": True}
     kernel = triton.compile(ast, target=GPUTarget("cuda", wanted.sm, 32), options=options)
+    registers, spilled = _resources(kernel.asm["cubin"], kernel.metadata.name)
+    # The assembler may spill some bytes to let one more block be resident; told how many registers to take, it will not.
+    for most in _REGISTERS:
+        if spilled and registers < most and most * 32 * wanted.num_warps <= REGISTERS:
+            kernel = triton.compile(ast, target=GPUTarget("cuda", wanted.sm, 32), options=options | {"maxnreg": most})
+            registers, spilled = _resources(kernel.asm["cubin"], kernel.metadata.name)
     metadata = kernel.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
         raise CompileError(
             f"{wanted.function} asks for scratch memory or clusters, which the launcher does not provide"
         )
     cubin = kernel.asm["cubin"]
-    registers, spilled = _resources(cubin, metadata.name)
     return {
         "name": wanted.name,
         "sm": wanted.sm,
