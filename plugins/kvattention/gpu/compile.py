@@ -390,7 +390,7 @@ def _compile(wanted: Source) -> dict[str, Any]:
     options = {"num_warps": wanted.num_warps, "num_stages": wanted.num_stages, "enable_fp_fusion": True}
     kernel = triton.compile(ast, target=GPUTarget("cuda", wanted.sm, 32), options=options)
     registers, spilled = _resources(kernel.asm["cubin"], kernel.metadata.name)
-    # The assembler may spill some bytes to let one more block be resident; told how many registers to take, it will not.
+    # The assembler may spill some bytes so that one more block can be resident; told how many to take, it does not.
     for most in _REGISTERS:
         if spilled and registers < most and most * 32 * wanted.num_warps <= REGISTERS:
             kernel = triton.compile(ast, target=GPUTarget("cuda", wanted.sm, 32), options=options | {"maxnreg": most})
