@@ -78,7 +78,7 @@ def scales_for(
         return None
     wanted = recipe.kv_cache.scales
     if wanted.source == "none":
-        _refuse_integers(plan)
+        _refuse_integers(plan, "source none")
     dataset = _dataset(recipe) if wanted.source == "dataset" else None
     key = _key(recipe, plan, hashes, dataset)
     lent = _lent(recorded, key, plan)
@@ -192,6 +192,10 @@ def _from_checkpoint(checkpoint: Checkpoint, plan: CachePlan) -> KVScales:
             fix="set kv_cache.scales.source to dataset or random",
         )
     scales.check(plan)
+    for warning in scales.details.get("warnings", ()):
+        log.warning("scales of the checkpoint: %s", warning)
+    if all(np.all(part == 1) for pair in scales.layers for part in pair):
+        _refuse_integers(plan, "source checkpoint, whose scales are all 1.0,")
     theirs = CODECS[scales.details.get("codec", "e4m3")]
     layers = _ones(plan)
     for layer, part, codec in scaled_parts(plan):
@@ -205,13 +209,13 @@ def _ones(plan: CachePlan) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, A
     return [(np.ones(shape, np.float32), np.ones(shape[:1], np.float32)) for _ in plan.layers]
 
 
-def _refuse_integers(plan: CachePlan) -> None:
+def _refuse_integers(plan: CachePlan, source: str) -> None:
     for layer, part, codec in scaled_parts(plan):
         if codec.name == "int8":
             raise LowkvError(
-                f"kv_cache.scales.source none leaves int8 without scales ({part.upper()} of layer {layer})",
+                f"kv_cache.scales: {source} leaves int8 without scales ({part.upper()} of layer {layer})",
                 got="1.0, which would round keys and values to whole numbers",
-                expected="random, dataset or checkpoint",
+                expected="measured ones",
                 fix="set kv_cache.scales.source: dataset",
             )
 

@@ -187,6 +187,21 @@ def test_scales_of_the_checkpoint_are_taken_for_the_plans_codec(
         np.testing.assert_array_equal(v, np.float32(2.0) * np.float32(factor))
 
 
+def test_a_checkpoint_whose_scales_say_nothing_is_no_source_for_integers(
+    recipe_of: Callable[..., Recipe],
+    tmp_path: Path,
+    calibrated: KVScales,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    unit = replace(KVScales.unit(2, 2, 16), source="checkpoint", details={"warnings": ["all of them are 1.0"]})
+    monkeypatch.setattr(SafetensorsCheckpoint, "kv_scales", lambda self: unit)
+    with pytest.raises(LowkvError, match=r"source checkpoint, whose scales are all 1\.0, leaves int8 without scales"):
+        build_engine(recipe_of(format="int8", source="checkpoint"), tmp_path / "int8")
+    build_engine(recipe_of(source="checkpoint"), tmp_path / "fp8")
+    assert caplog.messages[-1] == "scales of the checkpoint: all of them are 1.0"
+
+
 def test_a_checkpoint_without_scales_is_refused(recipe_of: Callable[..., Recipe], tmp_path: Path) -> None:
     with pytest.raises(LowkvError, match=r"carries no scales.*set kv_cache\.scales\.source to dataset or random"):
         build_engine(recipe_of(source="checkpoint"), tmp_path / "engine")
@@ -438,6 +453,7 @@ def test_changing_one_scale_of_one_layer_changes_the_logits(
     assert np.abs(after - before).max() > 5e-4 * np.abs(before).max()
 
 
+@pytest.mark.slow
 def test_scales_are_in_the_network_of_a_tensorrt_engine(
     recipe_of: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
