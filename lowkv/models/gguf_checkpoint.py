@@ -71,6 +71,13 @@ class GgufCheckpoint:
     def kv_scales(self) -> KVScales | None:
         return None
 
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Names of the forms that its tensors are stored in."""
+        from gguf import GGMLQuantizationType
+
+        return tuple(sorted({GGMLQuantizationType(tensor.kind).name for tensor in self._file.tensors.values()}))
+
     def write_tokenizer(self, folder: Path) -> tuple[str, ...]:
         from lowkv.models.gguf_tokenizer import write_gguf_tokenizer
 
