@@ -1,8 +1,8 @@
 """NVIDIA ModelOpt as the calibrator: FP8 scales of keys and values, and FP8 or INT4-AWQ weights, as a checkpoint.
 
 The checkpoint is a Hugging Face folder that TensorRT-LLM and vLLM read as well as lowkv. ModelOpt has requirements of
-its own and runs in an interpreter of its own, `modelopt_job`; the text it reads is the recipe's, tokenized here. A model
-that is not a Hugging Face folder (GGUF, a package) is written as one first.
+its own and runs in an interpreter of its own, `modelopt_job`; the text it reads is the recipe's, tokenized here. A
+model that is not a Hugging Face folder (GGUF, a package) is written as one first.
 
 The result appears whole or not at all.
 """
@@ -34,6 +34,8 @@ PYTHON = "LOWKV_MODELOPT_PYTHON"
 
 WINDOW = 512
 """Tokens that the model reads at once."""
+
+_SCRIPT = Path(__file__).with_name("modelopt_job.py")
 
 _PROBE = (
     "import json, modelopt.torch.export, modelopt.torch.quantization, transformers;"
@@ -180,8 +182,7 @@ def _text_path(recipe: Recipe, text: str) -> Path:
 def _run(interpreter: str, job: Mapping[str, Any], scratch: Path, progress: Progress) -> None:
     """Runs the job and passes its progress on. Raises LowkvError, with what it said last, when it fails."""
     (scratch / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    script = Path(__file__).with_name("modelopt_job.py")
-    command = [interpreter, "-P", str(script), str(scratch / "job.json")]
+    command = [interpreter, "-P", str(_SCRIPT), str(scratch / "job.json")]
     with (scratch / "log").open("w+", encoding="utf-8", errors="replace") as log:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=_offline()) as process:
             try:
