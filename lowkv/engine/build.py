@@ -188,7 +188,7 @@ def _difference(manifest: Manifest, wanted: Manifest) -> str:
 def _write_payload(
     target: Target, checkpoint: Checkpoint, recipe: Recipe, scales: KVScales | None, folder: Path, progress: Progress
 ) -> dict[str, FileRecord]:
-    needed, free = target.payload_bytes(checkpoint.config, recipe), shutil.disk_usage(folder).free
+    needed, free = target.payload_bytes(checkpoint, recipe), shutil.disk_usage(folder).free
     if needed > free:
         raise LowkvError(
             f"the disk of {folder.parent} is too full", got=f"{free} bytes free", expected=f"{needed} for the engine"

@@ -43,8 +43,8 @@ class CpuTarget:
         """Scales are read from the manifest: engines that differ in them share their weights."""
         return weights_inputs(recipe, plan)
 
-    def payload_bytes(self, config: ModelConfig, recipe: Recipe) -> int:
-        return weights_bytes(config, WeightsFormat.from_recipe(recipe))
+    def payload_bytes(self, checkpoint: Checkpoint, recipe: Recipe) -> int:
+        return weights_bytes(checkpoint, WeightsFormat.from_recipe(recipe))
 
     def write_payload(
         self, checkpoint: Checkpoint, recipe: Recipe, scales: KVScales | None, folder: Path, progress: Progress
@@ -80,6 +80,7 @@ def weights_inputs(recipe: Recipe, plan: CachePlan) -> dict[str, Any]:
     return inputs
 
 
-def weights_bytes(config: ModelConfig, weights: WeightsFormat) -> int:
+def weights_bytes(checkpoint: Checkpoint, weights: WeightsFormat) -> int:
     """Bytes of the stored weights."""
-    return sum(prod(shape) * dtype.itemsize for shape, dtype in weights.layout(config).values())
+    layout = weights.layout(checkpoint.config, checkpoint)
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values())

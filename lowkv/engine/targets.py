@@ -53,7 +53,7 @@ class Target(Protocol):
         """
         ...
 
-    def payload_bytes(self, config: ModelConfig, recipe: Recipe) -> int:
+    def payload_bytes(self, checkpoint: Checkpoint, recipe: Recipe) -> int:
         """Size of the payload, nearly."""
         ...
 

@@ -70,7 +70,7 @@ def test_an_engine_with_quantized_weights_serves_them(recipe: Recipe, tmp_path: 
 def test_the_payload_is_as_large_as_was_said(recipe: Recipe, tmp_path: Path, form: str) -> None:
     recipe = replace(recipe, weights=WeightsConfig("float16", **FORMS[form]))
     engine = build_engine(recipe, tmp_path / "engine")
-    said = find_target("cpu").payload_bytes(engine.model_config, recipe)
+    said = find_target("cpu").payload_bytes(open_checkpoint(Path(recipe.model.spec)), recipe)
     file = engine.path / "weights.safetensors"
     assert 0 <= file.stat().st_size - said < 2 * 4096  # the header, to the end of its page
     with safe_open(file, "pt") as opened:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -79,6 +80,53 @@ def test_inspect_says_what_was_understood(name: str) -> None:
     assert (plain["kv"] is not None) == ("kv" in name or name == "mo-int4-awq")
     assert plain["ignored"] == plain["warnings"] == []
     assert len(render(plain)) == (2 if plain["kv"] is None else 3)
+
+
+def test_the_verb_takes_checkpoints_and_engines(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main_of("inspect", str(DATA / "mo-int4-awq"))
+    out = capsys.readouterr().out
+    assert "ModelOpt 0.47.0" in out
+    assert "kept: int4 (groups of 64, scaled inputs)" in out
+    main_of("inspect", f"folder:{DATA / 'lc-fp8-static-kv-head'}", "--json")
+    plain = json.loads(capsys.readouterr().out)
+    assert [row["k_count"] for row in plain["kv"]["layers"]] == [2]
+    main_of("inspect", str(tiny_checkpoint))
+    assert "no quantizer" in capsys.readouterr().out
+    with pytest.raises(LowkvError, match="no engine at"):
+        main_of("inspect", str(tmp_path / "nothing"))
+
+
+def main_of(*arguments: str) -> None:
+    from lowkv.cli import app
+
+    with pytest.raises(SystemExit) as stopped:
+        app(list(arguments), prog_name="lowkv")
+    assert stopped.value.code == 0
+
+
+def test_an_engine_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    """Its codes and its scales go through a build, and another scale gives other logits."""
+    from safetensors.torch import load_file, save_file
+
+    from lowkv.engine.build import build_engine
+    from lowkv.engine.inspection import inspect_engine
+    from lowkv.recipe import KVCacheConfig, ModelSource, Recipe, ScalesConfig, WeightsConfig
+
+    folder = tmp_path / "model"
+    shutil.copytree(DATA / "mo-int4-awq", folder)
+    kv = KVCacheConfig(format="fp8", budget=2**22, scales=ScalesConfig("checkpoint"))
+    recipe = Recipe("r", ModelSource("folder", str(folder)), WeightsConfig("float32", "int4", 32), kv)
+    engine = build_engine(recipe, tmp_path / "engine")
+    assert inspect_engine(engine)["layers"][0]["weights"] == "int4 (groups of 64)"
+    recorded = engine.manifest.scales["layers"][0]
+    assert 0.001 < recorded["v"] < recorded["k"] < 0.1
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.v_proj.v_scale"] *= 2
+    save_file(tensors, folder / "model.safetensors")
+    again = build_engine(recipe, tmp_path / "again").manifest.scales["layers"][0]
+    assert (again["k"], again["v"]) == (recorded["k"], pytest.approx(2 * recorded["v"]))
 
 
 @pytest.mark.slow

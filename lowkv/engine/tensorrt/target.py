@@ -79,12 +79,12 @@ class TensorRTTarget:
             **{package: _version(package) for package in ("triton", "torch", "onnx", "onnxscript")},
         }
 
-    def payload_bytes(self, config: ModelConfig, recipe: Recipe) -> int:
+    def payload_bytes(self, checkpoint: Checkpoint, recipe: Recipe) -> int:
         """The ONNX file and the plan lie on the disk together."""
         from lowkv.engine.cpu import weights_bytes
         from lowkv.models.checkpoint import WeightsFormat
 
-        return 2 * weights_bytes(config, WeightsFormat.from_recipe(recipe)) + 64 * 2**20
+        return 2 * weights_bytes(checkpoint, WeightsFormat.from_recipe(recipe)) + 64 * 2**20
 
     def write_payload(
         self, checkpoint: Checkpoint, recipe: Recipe, scales: KVScales | None, folder: Path, progress: Progress

@@ -279,6 +279,21 @@ def test_in_16_bit(
     assert error < most
 
 
+@pytest.mark.parametrize(
+    ("name", "quantization", "most"),
+    [
+        ("lc-w4a16-asym-g64-static", "int4", 1e-4),  # zero points
+        ("mo-int4-awq", "int4", 1e-4),  # scaled inputs
+        ("lc-fp8-dynamic-kv-tensor", "fp8", 1e-4),  # a scale per output, inputs not rounded
+        ("lc-fp8-static-kv-head", "fp8", 0.05),  # and rounded, here and there to the other side
+    ],
+)
+def test_matrices_that_come_quantized(name: str, quantization: str, most: float, root: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(root / "tests" / "models" / "data" / name)
+    recipe = recipe_of("float32", "float32", quantization=quantization)
+    assert largest_error(checkpoint, recipe, tmp_path, [[70, 0, 33], [1, 5, 1]]) < most
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["none", "int4", "fp8"])
 def test_smollm2_s_first_layers(quantization: str, tmp_path: Path) -> None:
@@ -414,7 +429,7 @@ def test_nothing_of_this_machine_is_in_the_file(exported: tuple[Checkpoint, Path
 
 def test_tied_embeddings_are_stored_once(exported: tuple[Checkpoint, Path], gpu_recipe: Recipe) -> None:
     checkpoint, path = exported
-    said = weights_bytes(checkpoint.config, WeightsFormat.from_recipe(gpu_recipe))
+    said = weights_bytes(checkpoint, WeightsFormat.from_recipe(gpu_recipe))
     size = path.with_name("model.onnx.data").stat().st_size
     tensors = len(WeightsFormat.from_recipe(gpu_recipe).layout(checkpoint.config))
     assert said <= size < said + 64 * tensors
