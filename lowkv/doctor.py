@@ -30,6 +30,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "plan": ("numpy",),
     "build": ("numpy", "torch", "safetensors", "tokenizers", "gguf"),
     "inspect": ("numpy",),
+    "calibrate": ("numpy", "torch", "safetensors", "tokenizers", "gguf"),
     "repo": ("numpy", "torch", "safetensors", "tokenizers", "tritonclient"),
     "serve": ("numpy", "torch", "numba", "safetensors", "tokenizers", "tritonclient", "tritonserver"),
     "loadtest": ("numpy", "locust", "matplotlib", "tokenizers"),
