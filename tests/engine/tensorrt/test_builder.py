@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,6 +140,15 @@ class Interrupts(NoProgress):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Jobs that a shell starts in the background ignore SIGINT, and Python with them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_a_build(exported: Export, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         exported("fp16").build(tmp_path / "model.plan", progress=Interrupts())
