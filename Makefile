@@ -18,7 +18,7 @@ BIN  := $(VENV)/bin
 READY := $(VENV)/.lowkv-ready
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup test check format demo bench kernel-check engine-check gpu-check build-engine model-repo deploy load-test clean
+.PHONY: help setup test test-long check format demo bench kernel-check engine-check gpu-check build-engine model-repo deploy load-test clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ $(READY): pyproject.toml build/constraints.txt
 
 test: $(READY) ## Run the tests
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-long: $(READY) ## Run the tests that take minutes each
+	@$(BIN)/python -m pytest -m long $(PYTEST_FLAGS)
 
 check: $(READY) ## Formatting, lint, types and tests: what a change must pass
 	@$(BIN)/ruff format --check .

