@@ -54,11 +54,12 @@ def write_twin(
         `folder`.
 
     Raises:
-        ValueError: the model's config cannot be written as a config.json.
+        LowkvError, ValueError: the model's config cannot be written as a config.json.
     """
     from safetensors.torch import save_file
 
     from lowkv.models.checkpoint import check_tensors, tensor_shapes
+    from lowkv.models.hf_folder import hf_config
     from lowkv.models.safetensors_checkpoint import read_config
 
     config = checkpoint.config
@@ -75,7 +76,7 @@ def write_twin(
             tensor = _scaled(tensor, name, config, gains[int(parts[2])])
         weights[name] = tensor.contiguous()
     save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(_hf_config(config), indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(hf_config(config), indent=1) + "\n")
     checkpoint.write_tokenizer(folder)
     if read_config(folder) != config:
         raise ValueError(f"a config.json does not hold all of {config}")
@@ -105,41 +106,6 @@ def _scaled(tensor: Tensor, name: str, config: ModelConfig, gains: np.ndarray[An
         return tensor
     rows = rows[0] if config.qk_norm else rows.flatten()
     return tensor * (rows[:, None] if tensor.dim() == 2 else rows)
-
-
-def _hf_config(config: ModelConfig) -> dict[str, Any]:
-    """A config.json from which transformers and lowkv read the same model."""
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[config.architecture]
-    rope = config.rope
-    parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind != "default":
-        parameters["factor"] = rope.factor
-    if rope.kind == "llama3":
-        parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-        parameters["original_max_position_embeddings"] = rope.original_max_positions
-    window = max((size for size in config.windows if size is not None), default=None)
-    kinds = ["full_attention" if size is None else "sliding_attention" for size in config.windows]
-    windows = {} if window is None else {"use_sliding_window": True, "layer_types": kinds}
-    return {
-        "architectures": [f"{name}ForCausalLM"],
-        "model_type": config.architecture,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden,
-        "intermediate_size": config.intermediate,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab,
-        "rms_norm_eps": config.rms_eps,
-        "max_position_embeddings": config.max_positions,
-        "rope_parameters": parameters,
-        "sliding_window": window,
-        "tie_word_embeddings": config.tied_embeddings,
-        "bos_token_id": config.bos,
-        "eos_token_id": list(config.eos),
-        **windows,
-    }
 
 
 def main() -> None:

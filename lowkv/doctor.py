@@ -187,9 +187,7 @@ def _cuda() -> Finding:
     """What the driver itself says; nvidia-smi may be missing where it answers, in a container for one."""
     gpus = visible_gpus()
     if not gpus:
-        return Finding(
-            "cuda", "note", "no NVIDIA driver answers: engines for GPUs are built here and run elsewhere"
-        )
+        return Finding("cuda", "note", "no NVIDIA driver answers: engines for GPUs are built here and run elsewhere")
     return Finding("cuda", "ok", "; ".join(map(str, gpus)))
 
 

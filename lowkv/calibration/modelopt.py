@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 from lowkv.errors import LowkvError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from lowkv.engine.progress import Progress
     from lowkv.models.checkpoint import Checkpoint
-    from lowkv.models.config import ModelConfig
     from lowkv.recipe import Recipe
 
 PYTHON = "LOWKV_MODELOPT_PYTHON"
@@ -241,6 +240,7 @@ def _hf_folder(checkpoint: Checkpoint, folder: Path, dtype: str, progress: Progr
 
     Of a folder only config and weights are linked to: nothing else that lies there is seen by transformers.
     """
+    from lowkv.models.hf_folder import write_hf_folder
     from lowkv.models.safetensors_checkpoint import SafetensorsCheckpoint
 
     folder.mkdir()
@@ -249,102 +249,3 @@ def _hf_folder(checkpoint: Checkpoint, folder: Path, dtype: str, progress: Progr
             (folder / path.name).symlink_to(path.resolve())
         return folder
     return write_hf_folder(checkpoint, folder, dtype, progress)
-
-
-def write_hf_folder(checkpoint: Checkpoint, folder: Path, dtype: str, progress: Progress) -> Path:
-    """Writes a checkpoint as a Hugging Face folder: config.json, model.safetensors and the tokenizer.
-
-    Raises LowkvError for a model whose rotary embedding no config of Hugging Face's describes.
-    """
-    from math import prod
-
-    import torch
-
-    from lowkv.engine.weights_file import write_weights
-    from lowkv.models.checkpoint import tensor_shapes
-
-    config, stored = checkpoint.config, getattr(torch, dtype)
-    (folder / "config.json").write_text(json.dumps(hf_config(config), indent=2), encoding="utf-8")
-    shapes = tensor_shapes(config)
-    progress.begin("writing a Hugging Face folder", sum(prod(shape) for shape in shapes.values()) * stored.itemsize)
-    write_weights(
-        folder / "model.safetensors",
-        {name: (shape, stored) for name, shape in shapes.items()},
-        ((name, checkpoint.tensor(name).to(stored)) for name in shapes),
-        progress.advance,
-    )
-    checkpoint.write_tokenizer(folder)
-    return folder
-
-
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
-
-def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` of a model, as transformers 4 and 5 read it; `ModelConfig.from_hf_config` is the inverse."""
-    if config.architecture not in _CLASSES:
-        raise LowkvError(
-            "this architecture is not written as a Hugging Face folder",
-            got=config.architecture,
-            expected=", ".join(_CLASSES),
-            fix="use a Hugging Face folder of the model",
-        )
-    plain: dict[str, Any] = {
-        "architectures": [_CLASSES[config.architecture]],
-        "model_type": config.architecture,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden,
-        "intermediate_size": config.intermediate,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab,
-        "rms_norm_eps": config.rms_eps,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.tied_embeddings,
-        "bos_token_id": config.bos,
-        "eos_token_id": list(config.eos) or None,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _hf_rope(config),
-    }
-    if config.architecture == "mistral":
-        plain["sliding_window"] = config.windows[0]
-    elif config.architecture in ("qwen2", "qwen3") and any(config.windows):
-        plain |= _hf_windows(config.windows)
-    return plain
-
-
-def _hf_windows(windows: Sequence[int | None]) -> dict[str, Any]:
-    return {
-        "use_sliding_window": True,
-        "sliding_window": next(window for window in windows if window),
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
-    }
-
-
-def _hf_rope(config: ModelConfig) -> dict[str, Any] | None:
-    rope = config.rope
-    if rope.kind == "default":
-        return None
-    if rope.kind == "linear":
-        return {"rope_type": "linear", "factor": rope.factor}
-    if rope.kind == "llama3":
-        return {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_positions,
-        }
-    raise LowkvError(
-        "this model's rotary embedding cannot be written to a config.json",
-        got="divisors of its frequencies, from a GGUF file",
-        expected="default, linear or llama3",
-        fix="use a Hugging Face folder of the model",
-    )

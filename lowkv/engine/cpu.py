@@ -49,7 +49,7 @@ class CpuTarget:
     def write_payload(
         self, checkpoint: Checkpoint, recipe: Recipe, scales: KVScales | None, folder: Path, progress: Progress
     ) -> tuple[str, ...]:
-        from lowkv.engine.weights_file import write_weights
+        from lowkv.models.weights_file import write_weights
 
         weights = WeightsFormat.from_recipe(recipe)
         check_tensors(checkpoint)

