@@ -11,16 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from lowkv.calibration import modelopt, modelopt_job
 from lowkv.engine.build import build_engine
 from lowkv.engine.progress import NoProgress
 from lowkv.errors import LowkvError
-from lowkv.models.checkpoint import check_tensors, open_checkpoint, tensor_shapes
-from lowkv.models.config import ModelConfig, RopeConfig
-from lowkv.models.hf_folder import hf_config, write_hf_folder
+from lowkv.models.checkpoint import open_checkpoint
 from lowkv.models.quantized_checkpoint import QuantizedCheckpoint
 from lowkv.recipe import KVCacheConfig, ModelSource, Recipe, ScalesConfig, WeightsConfig
 
@@ -126,42 +122,6 @@ def test_an_interpreter_without_modelopt_is_named(tiny_checkpoint: Path, tmp_pat
         modelopt.calibrate(recipe_of(tiny_checkpoint), tmp_path / "out", NoProgress(), Path(sys.executable))
     with pytest.raises(LowkvError, match="cannot start the interpreter /nowhere"):
         modelopt.calibrate(recipe_of(tiny_checkpoint), tmp_path / "out", NoProgress(), Path("/nowhere"))
-
-
-ROPES = [
-    RopeConfig(500000.0),
-    RopeConfig(10000.0, "linear", 4.0),
-    RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 64),
-]
-
-
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("rope", ROPES)
-def test_a_written_config_is_read_back(architecture: Any, rope: RopeConfig) -> None:
-    windows = {"mistral": (16, 16, 16), "qwen2": (None, 16, 16)}.get(architecture, (None,) * 3)
-    config = ModelConfig(
-        architecture, 3, 64, 4, 2, 16, 96, 131, 1e-5, rope, 512, architecture != "qwen2",
-        architecture == "qwen2", architecture == "qwen3", windows, 1, (2, 3),
-    )  # fmt: skip
-    assert ModelConfig.from_hf_config(json.loads(json.dumps(hf_config(config)))) == config
-
-
-def test_a_rotary_embedding_without_a_config_is_refused(tiny_checkpoint: Path) -> None:
-    config = open_checkpoint(tiny_checkpoint).config
-    odd = replace(config, rope=RopeConfig(10000.0, "divisors", divisors=(1.0,) * 8))
-    with pytest.raises(LowkvError, match="rotary embedding cannot be written"):
-        hf_config(odd)
-
-
-def test_a_checkpoint_of_another_kind_is_written_as_a_folder(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(tiny_checkpoint)
-    write_hf_folder(checkpoint, tmp_path, "float16", NoProgress())
-    again = open_checkpoint(tmp_path)
-    check_tensors(again)
-    assert again.config == checkpoint.config
-    written = load_file(tmp_path / "model.safetensors")
-    assert written.keys() == tensor_shapes(checkpoint.config).keys()
-    assert all(torch.equal(tensor, checkpoint.tensor(name).half()) for name, tensor in written.items())
 
 
 @pytest.mark.parametrize(("weights", "group_size"), [("none", None), ("fp8", None), ("int4", 32)])
