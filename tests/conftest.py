@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,14 @@ def build_tiny(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
         return build_engine(recipe, folder / str(len(list(folder.iterdir())))).path
 
     return build
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Jobs that a shell starts in the background ignore SIGINT, and what they start does too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_configure() -> None:

@@ -103,6 +103,7 @@ def test_wrong_options_end_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert arguments[-1] in err or "--prompt" in err
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     """A recipe that is a pipe nobody writes to keeps the verb waiting until the signal comes."""
     pipe = tmp_path / "recipe.yaml"

@@ -22,6 +22,7 @@ def lowkv(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.triton
 @pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
 def test_build_repo_serve_and_ctrl_c(tiny_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(
         f"model: folder:{tiny_checkpoint}\n"

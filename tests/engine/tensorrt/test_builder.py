@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,14 +138,6 @@ class Interrupts(NoProgress):
         self.stages += 1
         if self.stages == 3:
             os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Jobs that a shell starts in the background ignore SIGINT, and Python with them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
