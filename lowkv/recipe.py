@@ -401,7 +401,7 @@ class Recipe:
             )
 
     def _check_gpu(self) -> None:
-        """The GPU kernels read q, k and v in the cache's own 16-bit dtype."""
+        """What the GPU kernels do not do; q, k and v they read in the cache's own 16-bit dtype."""
         if self.weights.dtype != self.kv_cache.model_dtype:
             raise ConfigError(
                 ("weights", "dtype"),
@@ -409,8 +409,29 @@ class Recipe:
                 got=self.weights.dtype,
                 expected=self.kv_cache.model_dtype,
             )
+        kv = self.kv_cache
+        for key, name in (
+            (("format",), kv.format),
+            *((("overrides", str(i)), name) for i, name in kv.overrides.items()),
+        ):
+            if not FORMATS[name].on_gpu:
+                raise ConfigError(
+                    ("kv_cache", *key),
+                    "is not in the GPU kernels",
+                    got=name,
+                    expected="one of " + ", ".join(row.name for row in FORMATS.values() if row.on_gpu),
+                    fix="use target: cpu",
+                )
+        if kv.scales.granularity == "channel":
+            raise ConfigError(
+                ("kv_cache", "scales", "granularity"),
+                "is not in the GPU kernels",
+                got="channel",
+                expected="tensor or head",
+                fix="use target: cpu",
+            )
         sm = self.tensorrt.sm
-        if self.kv_cache.fp8_query and self.target == "tensorrt" and sm is not None and sm < 89:
+        if kv.fp8_query and self.target == "tensorrt" and sm is not None and sm < 89:
             raise ConfigError(
                 ("kv_cache", "fp8_query"),
                 "needs FP8 tensor cores",

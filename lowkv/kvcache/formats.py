@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvattention import CODECS, Codec
+from kvattention.gpu.variants import COLD_CODECS
 from lowkv.errors import LowkvError
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ class KVFormat:
     def model_precision(self) -> bool:
         """True when the format stores what the model computed, so that its blocks are never sealed."""
         return self.k.hot and self.v.hot
+
+    @property
+    def on_gpu(self) -> bool:
+        """True when the GPU kernels have the format's codecs."""
+        return self.k.name in COLD_CODECS and self.v.name in COLD_CODECS
 
     @property
     def needs_scales(self) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvattention.gpu.schedule import make_schedule, pad_schedule
+from kvattention.gpu.schedule import LISTS, make_schedule, pad_schedule
 from lowkv.engine.tensorrt.profiles import ARENA, StepLimits
 from lowkv.serving.executor import step_positions
 
@@ -116,7 +116,7 @@ def step_inputs(
         "tokens": _lengthened(tokens, dims.T),
         "positions": _lengthened(step_positions(step), dims.T),
         "rows": _lengthened(rows, dims.R),
-        **{name: getattr(schedule, name) for name in ("sequences", "table", "appends", "narrow", "wide", "merges")},
+        **{name: getattr(schedule, name) for name in LISTS},
     }
     return StepInputs(dims, decode, input_layout(dims).pack(arrays))
 

@@ -24,15 +24,13 @@ from kvattention.gpu.launches import (
     move_launch,
     seal_launch,
 )
-from kvattention.gpu.schedule import PART_TOKENS, make_schedule, workspace_bytes
+from kvattention.gpu.schedule import LISTS, PART_TOKENS, make_schedule, workspace_bytes
 from kvattention.layout import LayerSpec
 
 Array = Any
 """An array in the device's memory. q, k, v and out look like Torch's: shape, dtype, stride()."""
 
 _DTYPES = {"f16": "float16", "bf16": "bfloat16"}
-
-LISTS = ("sequences", "table", "appends", "narrow", "wide", "merges")
 
 
 @dataclass(frozen=True, eq=False)

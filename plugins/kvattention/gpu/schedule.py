@@ -37,6 +37,10 @@ PART_TOKENS = 256
 """Fewest stored tokens of a part: below, writing and merging partial results costs more than it gains."""
 
 
+LISTS = ("sequences", "table", "appends", "narrow", "wide", "merges")
+"""A schedule's arrays, in the order in which whoever passes them on does."""
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """Everything is int32 and C-contiguous. An empty list is one null item long: TensorRT has no empty dimensions."""

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from kvattention.gpu.launches import AttentionInputs, Launch, attention_launches
-from kvattention.gpu.schedule import workspace_bytes
+from kvattention.gpu.schedule import LISTS, workspace_bytes
 from kvattention.gpu.variants import Variant, layer_variants
 from kvattention.tensorrt.fields import (
     PLUGIN_NAME,
@@ -29,7 +29,7 @@ from kvattention.tensorrt.fields import (
     fields_to_collection,
 )
 
-INPUTS = ("q", "k", "v", "arena", "scales", "sequences", "table", "appends", "narrow", "wide", "merges")
+INPUTS = ("q", "k", "v", "arena", "scales", *LISTS)
 """Names of the plugin's inputs, in order. Its one output has q's shape and type."""
 
 
