@@ -410,10 +410,8 @@ class Recipe:
                 expected=self.kv_cache.model_dtype,
             )
         kv = self.kv_cache
-        for key, name in (
-            (("format",), kv.format),
-            *((("overrides", str(i)), name) for i, name in kv.overrides.items()),
-        ):
+        formats = {("format",): kv.format} | {("overrides", str(layer)): name for layer, name in kv.overrides.items()}
+        for key, name in formats.items():
             if not FORMATS[name].on_gpu:
                 raise ConfigError(
                     ("kv_cache", *key),
