@@ -142,7 +142,7 @@ def _quality(
     """The quality of every engine; measured once for the same engines (by their `identities`) and text."""
     from lowkv.evaluation import evaluate
     from lowkv.evaluation.quality import TextMeasure
-    from lowkv.evaluation.text import SOURCE
+    from lowkv.wikipedia import SOURCE
 
     inputs = {
         "engines": dict(identities),

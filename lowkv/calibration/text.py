@@ -3,7 +3,7 @@
     random     uniform over the vocabulary, special tokens left out, after what the model wants before a text (BOS)
     dataset    a .txt file, one text
                a .jsonl file, a text a line: {"messages": [...]} through the model's chat template, or {"text": "..."}
-               without a file: articles of the Wikipedia excerpt of `lowkv.evaluation.text`, those that evaluation
+               without a file: articles of the Wikipedia excerpt of `lowkv.wikipedia`, those that evaluation
                does not begin with
 
 Where a dataset has several texts, the seed says in which order they are taken; one text is read from its beginning.
@@ -65,7 +65,7 @@ def read_dataset(path: Path) -> Dataset:
 
 def bundled_dataset(cache: Path | None = None) -> Dataset:
     """The second half of the Wikipedia excerpt's articles. Raises `LowkvError` when it cannot be downloaded."""
-    from lowkv.evaluation.text import SOURCE, wikipedia
+    from lowkv.wikipedia import SOURCE, wikipedia
 
     articles = [text for _, text in wikipedia(cache)]
     half = articles[len(articles) // 2 :]

@@ -68,7 +68,7 @@ class Scores:
 class TextMeasure(Measure):
     """Perplexity, KL and top-1 on `tokens / window` windows (at least one) of `window` tokens each.
 
-    `documents` None is an excerpt of Wikipedia (`lowkv.evaluation.text`).
+    `documents` None is an excerpt of Wikipedia (`lowkv.wikipedia`).
     """
 
     name: ClassVar[str] = "text"
@@ -84,7 +84,7 @@ class TextMeasure(Measure):
 
     @property
     def source(self) -> str:
-        from lowkv.evaluation.text import SOURCE
+        from lowkv.wikipedia import SOURCE
 
         return SOURCE if self.documents is None else self.documents.source
 
@@ -105,7 +105,7 @@ class TextMeasure(Measure):
 
     def read(self, engine: EngineDir, tokenizer: Tokenizer, room: int = 0) -> npt.NDArray[np.int64]:
         """The windows, [W, N] token ids. Raises LowkvError as `prepare` does; `room` more positions are needed."""
-        from lowkv.evaluation.text import wikipedia
+        from lowkv.wikipedia import wikipedia
 
         longest = engine.model_config.max_positions
         if self.window + room > longest:

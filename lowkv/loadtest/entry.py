@@ -84,7 +84,7 @@ def load_test(
 def prompt_text(path: Path | None) -> str:
     """The text that prompts are cut from: a file, or the evaluation's Wikipedia excerpt (downloaded once)."""
     if path is None:
-        from lowkv.evaluation.text import wikipedia
+        from lowkv.wikipedia import wikipedia
 
         return "\n".join(article for _, article in wikipedia())
     try:

@@ -113,17 +113,24 @@ def pack_awq(group_size: int) -> Callable[[torch.Generator, int, int], Packed]:
     return pack
 
 
+def grouped(
+    generator: torch.Generator, rows: int, size: int, group_size: int, symmetric: bool, shuffled: bool
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """`codes_and_scales`, and the group of every input: in order, or shuffled as act-order leaves them."""
+    codes, zeros, scales = codes_and_scales(generator, rows, size, size // group_size)
+    group_of = [i // group_size for i in range(size)]
+    if shuffled:
+        group_of = [group_of[i] for i in torch.randperm(size, generator=generator).tolist()]
+    return codes, torch.full_like(zeros, 8) if symmetric else zeros, scales, group_of
+
+
 def pack_gptq(
     group_size: int, *, v2: bool = False, symmetric: bool = False, shuffled: bool = False
 ) -> Callable[[torch.Generator, int, int], Packed]:
     """AutoGPTQ's: codes eight inputs to a word, zero points eight outputs to a word, less one in the first format."""
 
     def pack(generator: torch.Generator, rows: int, size: int) -> Packed:
-        codes, zeros, scales = codes_and_scales(generator, rows, size, size // group_size)
-        zeros = torch.full_like(zeros, 8) if symmetric else zeros
-        group_of = [i // group_size for i in range(size)]
-        if shuffled:
-            group_of = [group_of[i] for i in torch.randperm(size, generator=generator).tolist()]
+        codes, zeros, scales, group_of = grouped(generator, rows, size, group_size, symmetric, shuffled)
         columns = codes.tolist()
         qweight = [[words(columns[o][start : start + 8]) for o in range(rows)] for start in range(0, size, 8)]
         qzeros = []
@@ -149,11 +156,7 @@ def pack_rows(
     """compressed-tensors' pack-quantized: eight inputs to a word; zero points eight outputs to a word."""
 
     def pack(generator: torch.Generator, rows: int, size: int) -> Packed:
-        codes, zeros, scales = codes_and_scales(generator, rows, size, size // group_size)
-        zeros = torch.full_like(zeros, 8) if symmetric else zeros
-        group_of = [i // group_size for i in range(size)]
-        if shuffled:
-            group_of = [group_of[i] for i in torch.randperm(size, generator=generator).tolist()]
+        codes, zeros, scales, group_of = grouped(generator, rows, size, group_size, symmetric, shuffled)
         packed = [[words(row[start : start + 8]) for start in range(0, size, 8)] for row in codes.tolist()]
         parts = {
             "weight_packed": torch.tensor(packed, dtype=torch.int32),

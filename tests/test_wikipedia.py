@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowkv.errors import LowkvError
-from lowkv.evaluation.text import MEMBER, articles, plain_text, wikipedia
+from lowkv.wikipedia import MEMBER, articles, plain_text, wikipedia
 
 LONG = "The rest of this sentence is only here to make the paragraph long enough to be taken for prose."
 

@@ -1,4 +1,4 @@
-"""English text to measure on: Wikipedia articles out of the test data of a package.
+"""English text to measure on, to calibrate on and to make prompts of: Wikipedia articles out of a package's test data.
 
 gensim's wheel carries an excerpt of a 2016 dump of the English Wikipedia (CC BY-SA). The wheel is downloaded once,
 the one file taken out of it and kept in the cache folder; it is never installed, and none of the text is in this
