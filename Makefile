@@ -18,7 +18,7 @@ BIN  := $(VENV)/bin
 READY := $(VENV)/.lowkv-ready
 PIP_FLAGS := -qq --disable-pip-version-check
 
-.PHONY: help setup test test-long check format demo bench kernel-check engine-check gpu-check build-engine model-repo deploy load-test clean
+.PHONY: help setup test test-long check format demo bench quality kernel-check engine-check gpu-check build-engine model-repo deploy load-test clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -59,6 +59,9 @@ demo: $(READY) ## Model to report, on a machine without a GPU (reports/demo/repo
 
 bench: $(READY) ## Side-by-side measurements (reports/bench.json)
 	@$(BIN)/python benchmarks/run_all.py
+
+quality: $(READY) ## What every KV format costs in quality, on real models (reports/quality.json)
+	@$(BIN)/python benchmarks/quality.py --out reports/quality.json
 
 kernel-check: $(READY) ## Every GPU kernel for every GPU generation: shared memory, registers, spills (reports/kernels.json)
 	@$(BIN)/python -m kvattention.gpu.check --out reports/kernels.json

@@ -201,6 +201,8 @@ def build(
     path = Path("engines") / loaded.name if out is None else out
     with StageProgress() as progress:
         engine = build_engine(loaded, path, progress, force, keep_onnx=keep_onnx)
+    for why in (engine.manifest.chosen or {}).get("why", ()):
+        print(f"kv_cache.format auto: {why}")
     print(f"{path}: {engine.cache_plan.summary()}, {format_bytes(engine.weight_bytes)} of weights")
     print(f"next: lowkv repo {path}")
 
@@ -505,6 +507,65 @@ def evaluate(
         console.print(table)
     print(f"written: {out}")
     raise typer.Exit(1 if found.broken else 0)
+
+
+@app.command()
+def tune(
+    recipe: Annotated[Path, typer.Argument(help="A recipe's YAML file.", show_default=False)],
+    bits: Annotated[
+        float, typer.Option(help="Bits per K or V value in sealed blocks, at most, on average.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The recipe to write.", show_default="RECIPE'S NAME-BITSbit.yaml")
+    ] = None,
+    formats: Annotated[
+        str | None, typer.Option(help="Choose from these.", show_default="all of 2 and 4 bits that the target has")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens that each layer is measured on in each format.")] = 1024,
+    held_out: Annotated[int, typer.Option(min=2, help="Tokens of other text that whole plans are judged on.")] = 8192,
+    window: Annotated[int, typer.Option(min=2, help="Tokens read in one go.")] = 1024,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="A text file; may be given again.", show_default="Wikipedia articles")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Which of the text is taken.")] = 0,
+    reports: Annotated[Path, typer.Option(help="Folder of figures and records.")] = Path("reports/tune"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
+) -> None:
+    """Searches a KV format for every layer under a budget of bits, by measured sensitivity, and writes it as a recipe.
+
+    Each layer is measured alone in each format, K and V told apart. The plan that is found is judged on text that it
+    was not chosen on, against uniform plans and one of its own size that nobody measured. What is measured is kept: a
+    search that was stopped goes on where it was, and another budget takes the layers' figures as they are.
+
+    \b
+    lowkv tune build/recipes/smollm2-k4v2.yaml --bits 3.5
+    lowkv tune my.yaml --bits 4 --out tuned.yaml --tokens 4096
+    lowkv tune my.yaml --bits 6 --formats kivi4,k4v2plus,fp16
+    """
+    from lowkv.terminal import StageProgress
+    from lowkv.tuning.command import run
+    from lowkv.tuning.search import Request
+
+    request = Request(
+        bits=bits,
+        formats=None if formats is None else _words(formats),
+        tokens=tokens,
+        held_out=held_out,
+        window=window,
+        seed=seed,
+        texts=None if text is None else {path.name: _text(path) for path in text},
+    )
+    path = Path(f"{recipe.stem}-{bits:g}bit.yaml") if out is None else out
+    _stop_in_order()
+    with StageProgress() as progress:
+        found = run(recipe, request, path, reports, fresh=fresh, progress=progress)
+    console = _console()
+    for table in found.tables:
+        console.print(table)
+    for sentence in found.verdicts:
+        print(sentence)
+    print(f"written: {path} ({found.summary}) and {found.figures}")
+    print(f"next: lowkv build {path}")
 
 
 @app.command()

@@ -14,13 +14,13 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import lowkv
+from lowkv.calibration.auto import settled
 from lowkv.calibration.modelopt import calibrated, from_checkpoint
 from lowkv.calibration.routes import scales_for
 from lowkv.calibration.scales import NO_SCALES, KVScales
@@ -69,7 +69,12 @@ def build_engine(
     target = _target(recipe, keep_onnx)
     progress.begin("opening the model")
     checkpoint = _checkpoint(recipe, progress)
-    scales, wanted = _manifest_without_files(target, recipe, checkpoint, out, progress)
+    progress.begin("hashing the model", sum(path.stat().st_size for path in checkpoint.files))
+    source = {path.name: sha256(path, progress) for path in checkpoint.files}
+    recorded = list(_recorded(out))
+    recipe, chosen = settled(recipe, checkpoint, source, [other.chosen for other in recorded], progress)
+    scales, wanted = _manifest_without_files(target, recipe, checkpoint, source, recorded, progress)
+    wanted = replace(wanted, chosen=chosen)
     if out.exists():
         existing = _existing(out, wanted, progress, force, keep_onnx)
         if existing is not None:
@@ -117,16 +122,19 @@ def _target(recipe: Recipe, keep_onnx: bool) -> Target:
 
 
 def _manifest_without_files(
-    target: Target, recipe: Recipe, checkpoint: Checkpoint, out: Path, progress: Progress
+    target: Target,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    source: Mapping[str, str],
+    recorded: Sequence[Manifest],
+    progress: Progress,
 ) -> tuple[KVScales | None, Manifest]:
     """The manifest of the engine to be, and the scales in it, which are measured here unless an engine has them."""
     config = checkpoint.config
     plan = CachePlan.from_config(config, recipe.kv_cache)
     built_with = target.built_with(recipe)
-    progress.begin("hashing the model", sum(path.stat().st_size for path in checkpoint.files))
-    source = {path.name: sha256(path, progress) for path in checkpoint.files}
     measured = recipe if recipe.calibration == "lowkv" else from_checkpoint(recipe)
-    scales = scales_for(checkpoint, measured, plan, source, _recorded_scales(out), progress)
+    scales = scales_for(checkpoint, measured, plan, source, [other.scales for other in recorded], progress)
     return scales, Manifest(
         created_by=f"lowkv {lowkv.__version__}",
         target=recipe.target,
@@ -142,11 +150,11 @@ def _manifest_without_files(
     )
 
 
-def _recorded_scales(out: Path) -> Iterator[Mapping[str, Any]]:
-    """The scales of the engine at `out` and of those beside it, as far as they can be read."""
+def _recorded(out: Path) -> Iterator[Manifest]:
+    """The manifest of the engine at `out` and of those beside it, as far as they can be read."""
     for path in (out, *sorted(path.parent for path in out.parent.glob(f"*/{MANIFEST}"))):
         try:
-            yield read_manifest(path).scales
+            yield read_manifest(path)
         except LowkvError:  # no engine, or a damaged one: whoever needs it will say so
             continue
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lowkv.models.decoder import Decoder
     from lowkv.models.tokenizer import Tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "engine.json"
 VARYING = "varying.json"
 REPORT = "report.json"
@@ -69,6 +69,8 @@ class Manifest:
     files: Mapping[str, FileRecord]
     varying: tuple[str, ...] = ()
     """Files whose bytes differ from build to build; `varying.json` has their records."""
+    chosen: Mapping[str, Any] | None = None
+    """Why the KV format is what it is, where the recipe said `auto` (see `lowkv.calibration.auto.settled`)."""
 
     @property
     def digest(self) -> str:
