@@ -27,7 +27,7 @@ from lowkv.configfile import (
     read_document,
     text,
 )
-from lowkv.kvcache.formats import FORMATS
+from lowkv.kvcache.formats import AUTO, FORMATS
 
 GROUP_SIZES = (32, 64, 128)
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -177,7 +177,8 @@ class ScalesConfig:
 class KVCacheConfig:
     """How keys and values are kept. All lengths are in tokens."""
 
-    format: str = "kivi2"
+    format: str = AUTO
+    """A row of the table (`lowkv.kvcache.formats`), or auto: the build looks at the model and says what it chose."""
     group_size: int = 32
     """Tokens in a block, and tokens that share a scale in a KIVI K channel."""
     residual_length: int | None = None
@@ -202,7 +203,7 @@ class KVCacheConfig:
     scales: ScalesConfig = field(default_factory=ScalesConfig)
 
     def __post_init__(self) -> None:
-        choice("format", self.format, FORMATS)
+        choice("format", self.format, (AUTO, *FORMATS))
         if isinstance(self.group_size, bool) or self.group_size not in GROUP_SIZES:
             raise ConfigError(("group_size",), "is not supported", got=self.group_size, expected="one of 32, 64, 128")
         for key, length in (("residual_length", self.residual_length), ("sink_tokens", self.sink_tokens)):
@@ -409,27 +410,8 @@ class Recipe:
                 got=self.weights.dtype,
                 expected=self.kv_cache.model_dtype,
             )
-        kv = self.kv_cache
-        formats = {("format",): kv.format} | {("overrides", str(layer)): name for layer, name in kv.overrides.items()}
-        for key, name in formats.items():
-            if not FORMATS[name].on_gpu:
-                raise ConfigError(
-                    ("kv_cache", *key),
-                    "is not in the GPU kernels",
-                    got=name,
-                    expected="one of " + ", ".join(row.name for row in FORMATS.values() if row.on_gpu),
-                    fix="use target: cpu",
-                )
-        if kv.scales.granularity == "channel":
-            raise ConfigError(
-                ("kv_cache", "scales", "granularity"),
-                "is not in the GPU kernels",
-                got="channel",
-                expected="tensor or head",
-                fix="use target: cpu",
-            )
         sm = self.tensorrt.sm
-        if kv.fp8_query and self.target == "tensorrt" and sm is not None and sm < 89:
+        if self.kv_cache.fp8_query and self.target == "tensorrt" and sm is not None and sm < 89:
             raise ConfigError(
                 ("kv_cache", "fp8_query"),
                 "needs FP8 tensor cores",

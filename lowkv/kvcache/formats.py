@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvattention import CODECS, Codec
-from kvattention.gpu.variants import COLD_CODECS
 from lowkv.errors import LowkvError
 
 if TYPE_CHECKING:
@@ -46,11 +45,6 @@ class KVFormat:
         return self.k.hot and self.v.hot
 
     @property
-    def on_gpu(self) -> bool:
-        """True when the GPU kernels have the format's codecs."""
-        return self.k.name in COLD_CODECS and self.v.name in COLD_CODECS
-
-    @property
     def needs_scales(self) -> bool:
         """True when dequantization needs static scales from outside the block."""
         return self.k.scaled or self.v.scaled
@@ -79,6 +73,10 @@ FORMATS: Mapping[str, KVFormat] = MappingProxyType(
         )
     }
 )
+
+
+AUTO = "auto"
+"""What a recipe writes for a format that the build is to choose (`lowkv.calibration.auto`)."""
 
 
 def kv_format(name: str) -> KVFormat:
