@@ -277,24 +277,6 @@ REFUSED = {
     "fp8 query word": ("kv_cache: {fp8_query: 1}", "kv_cache.fp8_query has the wrong type", "true or false", 2),
     "sm": ("tensorrt: {sm: 88}", "tensorrt.sm is not a GPU generation", "one of 80, 86, 89, 90, 120", 2),
     "gpu weights": ("target: tensorrt", "weights.dtype must be kv_cache.model_dtype", "expected float16", None),
-    "gpu format": (
-        "target: cuda\nweights: {dtype: float16}\nkv_cache: {format: kivi2plus}",
-        "kv_cache.format is not in the GPU kernels: got 'kivi2plus'",
-        "use target: cpu",
-        4,
-    ),
-    "gpu override": (
-        "target: tensorrt\nweights: {dtype: float16}\nkv_cache: {overrides: {3: int8}}",
-        "kv_cache.overrides.3 is not in the GPU kernels: got 'int8'",
-        "fp16, bf16, fp8, kivi4",
-        4,
-    ),
-    "gpu scales": (
-        "target: tensorrt\nweights: {dtype: float16}\nkv_cache: {scales: {granularity: channel}}",
-        "kv_cache.scales.granularity is not in the GPU kernels",
-        "tensor or head",
-        4,
-    ),
     "fp8 query on Ampere": (
         "target: tensorrt\nweights: {dtype: float16}\nkv_cache: {fp8_query: true}\ntensorrt: {sm: 80}",
         "kv_cache.fp8_query needs FP8 tensor cores: got 'tensorrt.sm 80'",

@@ -40,6 +40,7 @@ def inspect_engine(engine: EngineDir) -> dict[str, Any]:
             "model": f"{engine.model_config.architecture}, {engine.model_config.layers} layers",
             "requires": dict(manifest.requires),
             "kv_cache": engine.cache_plan.summary(),
+            "chosen": list((manifest.chosen or {}).get("why", ())),
             "scales": _scales(engine),
             "payload_bytes": engine.weight_bytes,
             "files": {name: record.bytes for name, record in sorted(engine.files.items())},
@@ -172,6 +173,8 @@ def _engine_table(plain: Mapping[str, Any]) -> Table:
         "KV cache": engine["kv_cache"],
         "lm_head": f"{head['effective']}, stored as {head['stored']}",
     }
+    if engine["chosen"]:
+        rows["chosen by auto"] = "\n".join(engine["chosen"])
     if scales := engine["scales"]:
         rows["KV scales"] = ", ".join(f"{name} {value}" for name, value in scales.items() if value != "")
     if "builder" in plain:

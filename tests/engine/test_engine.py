@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lowkv.engine import EngineDir, build_engine
-from lowkv.engine.directory import MANIFEST, Manifest, read_manifest
+from lowkv.engine.directory import FORMAT_VERSION, MANIFEST, Manifest, read_manifest
 from lowkv.engine.targets import TARGETS
 from lowkv.errors import LowkvError
 from lowkv.models.checkpoint import decoder_weights, open_checkpoint
@@ -62,7 +62,7 @@ def edit_manifest(engine: Path, change: Callable[[dict[str, Any]], object], dige
         version = body.pop("format_version")
         del body["digest"]
         text = replace(read_manifest(engine), **{k: body[k] for k in body if k != "files"}).to_json()
-        text = text.replace('"format_version": 1', f'"format_version": {version}')
+        text = text.replace(f'"format_version": {FORMAT_VERSION}', f'"format_version": {version}')
         path.write_text(text)
     else:
         path.write_text(json.dumps(body))
@@ -220,7 +220,7 @@ def test_a_manifest_is_refused_when_cut_or_edited(engine: Path) -> None:
 def test_a_newer_format_another_target_and_other_versions_are_refused(engine: Path) -> None:
     good = (engine / MANIFEST).read_text()
     for change, message in (
-        (lambda body: body.update(format_version=2), "has another format: got 'format_version 2', expected 1"),
+        (lambda body: body.update(format_version=99), "has another format: got 'format_version 99'"),
         (lambda body: body.update(target="tpu"), "engine target is not known: got 'tpu', expected cpu"),
         (lambda body: body.update(requires={"weights_layout": "0"}), "weights_layout differs: got 'weights_layout 0"),
     ):
