@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
-RECIPE ?= build/recipes/smollm2-kivi2.yaml
+RECIPE ?= build/recipes/smollm2.yaml
 NAME   := $(notdir $(basename $(RECIPE)))
 ENGINE ?= engines/$(NAME)
 REPO   ?= repos/$(NAME)

@@ -79,11 +79,11 @@ def lowkv(
 
     \b
     lowkv demo                                    all of it, on this machine
-    lowkv plan build/recipes/smollm2-kivi2.yaml   what will fit
-    lowkv build build/recipes/smollm2-kivi2.yaml  recipe -> engine
-    lowkv repo engines/smollm2-kivi2              engine -> model repository
-    lowkv serve repos/smollm2-kivi2               repository -> Triton, ready
-    lowkv loadtest WORKLOAD repos/smollm2-kivi2   repository -> report
+    lowkv plan build/recipes/smollm2.yaml         what will fit
+    lowkv build build/recipes/smollm2.yaml        recipe -> engine
+    lowkv repo engines/smollm2                    engine -> model repository
+    lowkv serve repos/smollm2                     repository -> Triton, ready
+    lowkv loadtest WORKLOAD repos/smollm2         repository -> report
     """
 
 

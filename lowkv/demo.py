@@ -2,7 +2,7 @@
 
     recipes -> engines -> repositories -> quality -> load test of each, at one KV budget -> report
 
-The comparison is FP16, FP8, K4V2 and KIVI 2-bit on the same weights, and FP16 once more at half of the bytes as a
+The comparison is FP16, FP8, K4V2+ and KIVI-2+ on the same weights, and FP16 once more at half of the bytes as a
 negative control: if halving the bytes does not halve the residents, it is not the KV cache that is being measured.
 
 Every stage keeps what it made and is skipped when its inputs have not changed, so that a demo that was stopped goes
@@ -34,7 +34,7 @@ from lowkv.loadtest.workload import Workload, load_workload
 if TYPE_CHECKING:
     from lowkv.engine.directory import EngineDir
 
-RECIPES = ("smollm2-fp16", "smollm2-fp8", "smollm2-k4v2", "smollm2-kivi2")
+RECIPES = ("smollm2-fp16", "smollm2-fp8", "smollm2-k4v2plus", "smollm2-kivi2plus")
 CONTROL = "fp16-half"
 QUALITY_TOKENS = 4096
 QUALITY_WINDOW = 1024
