@@ -42,7 +42,7 @@ class Checkpoint(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor in floating point, [out, in]."""
+        """One tensor in floating point, [out, in], with Hugging Face's values (see `ModelConfig.norm_offset`)."""
         ...
 
     def kv_scales(self) -> KVScales | None:
@@ -86,11 +86,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab, config.hidden)
+    norms = norm_names(config)
     widths = {"q": config.q_width, "k": config.kv_width, "v": config.kv_width}
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (config.hidden,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (config.hidden,)
+        shapes |= {f"{prefix}{name}.weight": (config.hidden,) for name in norms.values()}
         for name, width in widths.items():
             shapes[prefix + f"self_attn.{name}_proj.weight"] = (width, config.hidden)
             if config.qkv_bias:
@@ -103,6 +103,18 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[prefix + "mlp.up_proj.weight"] = (config.intermediate, config.hidden)
         shapes[prefix + "mlp.down_proj.weight"] = (config.hidden, config.intermediate)
     return shapes
+
+
+def norm_names(config: ModelConfig) -> dict[str, str]:
+    """A layer's norms over the hidden size: the decoder's name -> Hugging Face's, whose meaning varies."""
+    if not config.post_norms:
+        return {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    }
 
 
 _NOT_WEIGHTS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -158,9 +170,17 @@ def decoder_weights(
 
     config, form = checkpoint.config, quantization or Quantization()
     kept, (source, _) = kept_forms(checkpoint, form), _quantized(checkpoint)
+    norms = norm_names(config)
 
     def vector(name: str) -> Tensor:
         return checkpoint.tensor(name).to(dtype)
+
+    def norm(name: str) -> Tensor:
+        weight = checkpoint.tensor(name)
+        return (weight.float() + config.norm_offset if config.norm_offset else weight).to(dtype)
+
+    def layer_norm(layer: int, name: str) -> tuple[str, Tensor]:
+        return f"layers.{layer}.{name}", norm(f"model.layers.{layer}.{norms[name]}.weight")
 
     def matrix(name: str, prefix: str, *parts: str) -> tuple[str, Tensor | Int4Matrix | Fp8Matrix]:
         """[out, in] each -> [in, sum of out]"""
@@ -182,18 +202,22 @@ def decoder_weights(
     for layer in range(config.layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
         attention, mlp = theirs + "self_attn.", theirs + "mlp."
-        yield ours + "attention_norm", vector(theirs + "input_layernorm.weight")
+        yield layer_norm(layer, "attention_norm")
         yield matrix(ours + "qkv", attention, "q", "k", "v")
         if config.qkv_bias:
             yield ours + "qkv_bias", torch.cat([vector(f"{attention}{name}_proj.bias") for name in "qkv"])
         if config.qk_norm:
-            yield ours + "q_norm", vector(attention + "q_norm.weight")
-            yield ours + "k_norm", vector(attention + "k_norm.weight")
+            yield ours + "q_norm", norm(attention + "q_norm.weight")
+            yield ours + "k_norm", norm(attention + "k_norm.weight")
         yield matrix(ours + "output", attention, "o")
-        yield ours + "mlp_norm", vector(theirs + "post_attention_layernorm.weight")
+        if config.post_norms:
+            yield layer_norm(layer, "attention_post_norm")
+        yield layer_norm(layer, "mlp_norm")
         yield matrix(ours + "gate_up", mlp, "gate", "up")
         yield matrix(ours + "down", mlp, "down")
-    yield "norm", vector("model.norm.weight")
+        if config.post_norms:
+            yield layer_norm(layer, "mlp_post_norm")
+    yield "norm", norm("model.norm.weight")
 
 
 def kept_forms(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, MatrixForm | str]:

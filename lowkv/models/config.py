@@ -15,11 +15,17 @@ from typing import Any, Literal
 
 from lowkv.errors import LowkvError
 
-Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
-ARCHITECTURES: tuple[Architecture, ...] = ("llama", "mistral", "qwen2", "qwen3")
-"""Llama 1 to 3.x and SmolLM2 are `llama`; Qwen2.5 is `qwen2`."""
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3_text"]
+ARCHITECTURES: tuple[Architecture, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+"""Llama 1 to 3.x and SmolLM2 are `llama`; Qwen2.5 is `qwen2`; Gemma 3 of text alone is `gemma3_text`."""
 
-_SUPPORTED = "one of llama (Llama 2, 3, 3.1, 3.2, SmolLM2), mistral, qwen2 (Qwen2, Qwen2.5), qwen3"
+_SUPPORTED = (
+    "one of llama (Llama 2, 3, 3.1, 3.2, SmolLM2), mistral, qwen2 (Qwen2, Qwen2.5), qwen3, "
+    "gemma3_text (Gemma 3 270M, 1B)"
+)
+
+_OF_GGUF: dict[str, Architecture] = {"gemma3": "gemma3_text"}
+"""GGUF's names, where they are not Hugging Face's: files of Gemma 3 hold its text model alone."""
 
 _WHY_NOT = {
     "deepseek_v2": "multi-head latent attention (MLA)",
@@ -35,10 +41,10 @@ _WHY_NOT = {
     "lfm2": "a hybrid of attention and convolution layers",
     "qwen3_next": "a hybrid of attention and linear-attention layers",
     "mamba": "a state-space model, which has no KV cache",
-    "gemma": "scaled embeddings and GELU gates",
-    "gemma2": "logit soft-capping",
-    "gemma3": "local and global rotary bases",
-    "gemma3_text": "local and global rotary bases",
+    "gemma2": "soft-capped logits",
+    "gemma3": "images beside text; checkpoints of its text model alone are gemma3_text",
+    "gemma3n": "embeddings for every layer",
+    "gemma3n_text": "embeddings for every layer",
 }
 """Models that people ask for, and what the decoder lacks for them."""
 
@@ -50,14 +56,27 @@ _MUST_BE_ABSENT = {
     "n_routed_experts": "mixture of experts",
     "attn_logit_softcapping": "soft-capped attention logits",
     "final_logit_softcapping": "soft-capped logits",
-    "query_pre_attn_scalar": "another attention scale than 1/sqrt(head_dim)",
     "attention_multiplier": "another attention scale than 1/sqrt(head_dim)",
     "embedding_multiplier": "scaled embeddings",
     "residual_multiplier": "scaled residuals",
     "logits_scaling": "scaled logits",
     "no_rope_layers": "layers without rotary embedding",
+    "use_bidirectional_attention": "attention to later tokens",
 }
 """Keys of `config.json` that change what the model computes."""
+
+Activation = Literal["silu", "gelu_tanh"]
+
+_HF_ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+}
+
+_GEMMA_PATTERN = 6
+"""Every sixth layer of Gemma 3 sees everything, unless its checkpoint says otherwise."""
+
+_GEMMA_THETA, _GEMMA_LOCAL_THETA = 1e6, 1e4
+"""Gemma 3's rotary bases, where a checkpoint does not write them."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """A decoder-only transformer of the Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP.
+
+    Every field is a property of the computation, so that nothing that computes asks for the architecture's name.
+    """
 
     architecture: Architecture
     layers: int
@@ -100,6 +122,18 @@ class ModelConfig:
     """Per layer: None, or w when a query at i sees only keys j with i - w < j <= i."""
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    activation: Activation = "silu"
+    """Of the MLP's gate."""
+    post_norms: bool = False
+    """What attention and MLP give is normalized too, before it is added to the residual stream."""
+    norm_offset: float = 0.0
+    """What every norm weight of a checkpoint lacks: Gemma's are stored less 1. The decoder's lack nothing."""
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it, rounded to their precision."""
+    query_scalar: float | None = None
+    """Scores are divided by its square root; None is head_dim."""
+    local_rope: RopeConfig | None = None
+    """Rotary embedding of the layers that have a window; None where all layers have the same."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -138,7 +172,15 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        return 1.0 / math.sqrt(self.head_dim)
+        return 1.0 / math.sqrt(self.query_scalar or self.head_dim)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The model's rotary embeddings; `rope_index` says which one a layer has."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    def rope_index(self, layer: int) -> int:
+        return int(self.local_rope is not None and self.windows[layer] is not None)
 
     @property
     def q_width(self) -> int:
@@ -157,7 +199,8 @@ class ModelConfig:
         """Parameters of the whole model; tied embeddings count once."""
         qkv = self.q_width + 2 * self.kv_width
         layer = self.hidden * qkv + self.q_width * self.hidden  # attention
-        layer += 3 * self.hidden * self.intermediate + 2 * self.hidden  # gate, up, down; two norms
+        layer += 3 * self.hidden * self.intermediate  # gate, up, down
+        layer += (4 if self.post_norms else 2) * self.hidden  # norms
         layer += qkv if self.qkv_bias else 0
         layer += 2 * self.head_dim if self.qk_norm else 0
         embeddings = self.head_count() * (1 if self.tied_embeddings else 2)
@@ -166,7 +209,8 @@ class ModelConfig:
     def to_mapping(self) -> dict[str, Any]:
         """Plain JSON values; `from_mapping` gives the same config back."""
         mapping = asdict(self)
-        mapping["rope"]["divisors"] = list(self.rope.divisors)
+        for rope in filter(None, (mapping["rope"], mapping["local_rope"])):
+            rope["divisors"] = list(rope["divisors"])
         mapping["windows"] = list(self.windows)
         mapping["eos"] = list(self.eos)
         return mapping
@@ -180,11 +224,15 @@ class ModelConfig:
                 "the model section is not one that this lowkv wrote",
                 got=", ".join(sorted(set(mapping) ^ known)) + " (missing or unknown)",
                 expected=", ".join(sorted(known)),
+                fix="build the engine again",
             )
-        rope = dict(mapping["rope"])
-        rope["divisors"] = tuple(rope["divisors"])
+
+        def rope(plain: Mapping[str, Any] | None) -> RopeConfig | None:
+            return None if plain is None else RopeConfig(**{**plain, "divisors": tuple(plain["divisors"])})
+
         values = dict(mapping) | {
-            "rope": RopeConfig(**rope),
+            "rope": rope(mapping["rope"]),
+            "local_rope": rope(mapping["local_rope"]),
             "windows": tuple(mapping["windows"]),
             "eos": tuple(mapping["eos"]),
         }
@@ -198,7 +246,8 @@ class ModelConfig:
             LowkvError: for an architecture or a property that the decoder does not compute, naming it.
         """
         architecture = _architecture(config.get("model_type"), "model_type")
-        _refuse_foreign_properties(config)
+        traits = _traits(architecture, _required(config, "hidden_size"))
+        _refuse_foreign_properties(config, traits.get("activation", "silu"))
         layers = _required(config, "num_hidden_layers")
         heads = _required(config, "num_attention_heads")
         hidden = _required(config, "hidden_size")
@@ -211,24 +260,30 @@ class ModelConfig:
                 if architecture == "llama" or "num_key_value_heads" in config
                 else _required(config, "num_key_value_heads")
             )
+        head_dim = config.get("head_dim") or {"qwen3": 128, "gemma3_text": 256}.get(architecture, hidden // heads)
+        windows = _hf_windows(architecture, config, layers)
+        rope, local_rope = _hf_ropes(architecture, config)
         return cls(
             architecture=architecture,
             layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=config.get("head_dim") or (128 if architecture == "qwen3" else hidden // heads),
+            head_dim=head_dim,
             intermediate=_required(config, "intermediate_size"),
             vocab=_required(config, "vocab_size"),
             rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=_hf_rope(config),
+            rope=rope,
             max_positions=_required(config, "max_position_embeddings"),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=architecture == "qwen2",
-            qk_norm=architecture == "qwen3",
-            windows=_hf_windows(architecture, config, layers),
+            tied_embeddings=bool(config.get("tie_word_embeddings", architecture == "gemma3_text")),
+            windows=windows,
             bos=config.get("bos_token_id"),
             eos=token_ids(config.get("eos_token_id")),
+            query_scalar=_query_scalar(config.get("query_pre_attn_scalar", 256), head_dim)
+            if architecture == "gemma3_text"
+            else None,
+            local_rope=local_rope if any(windows) else None,
+            **traits,
         )
 
     @classmethod
@@ -245,14 +300,18 @@ class ModelConfig:
         Raises:
             LowkvError: for an architecture or a property that the decoder does not compute, naming it.
         """
-        architecture = _architecture(metadata.get("general.architecture"), "general.architecture")
-        prefix = f"{architecture}."
+        name = metadata.get("general.architecture")
+        architecture = _OF_GGUF.get(str(name)) or _architecture(name, "general.architecture")
+        prefix = f"{name}."
 
         def required(key: str) -> Any:
             return _required(metadata, prefix + key)
 
         if metadata.get(prefix + "expert_count"):
             raise _unsupported("mixture of experts", f"{prefix}expert_count", metadata[prefix + "expert_count"])
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if metadata.get(prefix + key):
+                raise _unsupported("soft-capped logits", prefix + key, metadata[prefix + key])
         heads, hidden, layers = (
             required("attention.head_count"),
             required("embedding_length"),
@@ -267,7 +326,7 @@ class ModelConfig:
         kv_heads = metadata.get(prefix + "attention.head_count_kv", heads)
         if not isinstance(heads, int) or not isinstance(kv_heads, int):
             raise _unsupported("layers with different numbers of heads", f"{prefix}attention.head_count_kv", kv_heads)
-        window = metadata.get(prefix + "attention.sliding_window") or None
+        windows = _gguf_windows(architecture, metadata, prefix, layers)
         eos = token_ids(metadata.get("tokenizer.ggml.eos_token_id")) + token_ids(
             metadata.get("tokenizer.ggml.eot_token_id")
         )
@@ -285,11 +344,17 @@ class ModelConfig:
             rope=_gguf_rope(metadata, prefix, tuple(divisors)),
             max_positions=required("context_length"),
             tied_embeddings="output.weight" not in tensors,
-            qkv_bias=architecture == "qwen2",
-            qk_norm=architecture == "qwen3",
-            windows=(window,) * layers,
+            windows=windows,
             bos=metadata.get("tokenizer.ggml.bos_token_id"),
             eos=tuple(dict.fromkeys(eos)),
+            # No key says it: of Gemma 3, the one of 62 layers (27B) divides by another number than head_dim.
+            query_scalar=_query_scalar(hidden / heads, head_dim)
+            if architecture == "gemma3_text" and layers == 62
+            else None,
+            local_rope=RopeConfig(float(metadata.get(prefix + "rope.freq_base_swa", _GEMMA_LOCAL_THETA)))
+            if architecture == "gemma3_text" and any(windows)
+            else None,
+            **_traits(architecture, hidden),
         )
 
 
@@ -298,6 +363,22 @@ def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _traits(architecture: Architecture, hidden: int) -> dict[str, Any]:
+    """What all models of an architecture have in common."""
+    traits: dict[str, Any] = {
+        "qkv_bias": architecture == "qwen2",
+        "qk_norm": architecture in ("qwen3", "gemma3_text"),
+    }
+    if architecture == "gemma3_text":
+        traits |= {"activation": "gelu_tanh", "post_norms": True, "norm_offset": 1.0}
+        traits["embedding_scale"] = math.sqrt(hidden)
+    return traits
+
+
+def _query_scalar(scalar: float, head_dim: int) -> float | None:
+    return None if scalar == head_dim else float(scalar)
 
 
 def _unsupported(what: str, key: str, value: object) -> LowkvError:
@@ -328,16 +409,22 @@ def _required(mapping: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _refuse_foreign_properties(config: Mapping[str, Any]) -> None:
+def _refuse_foreign_properties(config: Mapping[str, Any], activation: Activation) -> None:
     for key, what in _MUST_BE_ABSENT.items():
         if config.get(key):
             raise _unsupported(what, key, config[key])
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise _unsupported("biases on its projections", key, True)
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise _unsupported(f"the activation {activation}", "hidden_act", activation)
+    if config.get("query_pre_attn_scalar") and config.get("model_type") != "gemma3_text":
+        raise _unsupported(
+            "another attention scale than 1/sqrt(head_dim)", "query_pre_attn_scalar", config["query_pre_attn_scalar"]
+        )
+    key = "hidden_act" if activation == "silu" else "hidden_activation"  # transformers ignores the other one
+    known = _HF_ACTIVATIONS[activation]
+    found = config.get(key) or known[0]
+    if found not in known:
+        raise _unsupported(f"the activation {found}", key, found)
     for name in config.get("architectures") or ():
         if not name.endswith("ForCausalLM"):
             raise LowkvError(
@@ -355,10 +442,13 @@ def _hf_windows(architecture: Architecture, config: Mapping[str, Any], layers: i
         if len(set(config.get("layer_types") or ())) > 1:
             raise _unsupported("windows on some layers only (Ministral)", "layer_types", "mixed")
         return (window,) * layers
-    if not config.get("use_sliding_window", False):
+    if architecture != "gemma3_text" and not config.get("use_sliding_window", False):
         return (None,) * layers
     window = _required(config, "sliding_window")
     kinds = config.get("layer_types")
+    if kinds is None and architecture == "gemma3_text":
+        pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _GEMMA_PATTERN
+        return _every(pattern, window, layers)
     if kinds is None:
         first = _required(config, "max_window_layers")
         return tuple(window if layer >= first else None for layer in range(layers))
@@ -368,12 +458,28 @@ def _hf_windows(architecture: Architecture, config: Mapping[str, Any], layers: i
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _hf_rope(config: Mapping[str, Any]) -> RopeConfig:
+def _every(pattern: int, window: int, layers: int) -> tuple[int | None, ...]:
+    """A window on all layers but each `pattern`-th."""
+    return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
+
+
+def _hf_ropes(architecture: Architecture, config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotary embedding of layers without a window, or of all; and that of layers with one, if it is another."""
     # transformers 5: rope_parameters holds all; 4: rope_theta at the top, rope_scaling for the rest.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise _unsupported("different rotary embeddings for its layers", "rope_parameters", dict(rope))
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    by_kind = any(isinstance(value, Mapping) for value in rope.values())
+    if architecture != "gemma3_text":
+        if by_kind:
+            raise _unsupported("different rotary embeddings for its layers", "rope_parameters", dict(rope))
+        return _hf_rope(rope, config, config.get("rope_theta") or 10000.0), None
+    full, local = (rope.get("full_attention"), rope.get("sliding_attention")) if by_kind else (rope, None)
+    theta = config.get("rope_theta") or _GEMMA_THETA
+    local_theta = config.get("rope_local_base_freq") or _GEMMA_LOCAL_THETA
+    return _hf_rope(full or {}, config, theta), _hf_rope(local or {}, config, local_theta)
+
+
+def _hf_rope(rope: Mapping[str, Any], config: Mapping[str, Any], theta: float) -> RopeConfig:
+    theta = float(rope.get("rope_theta") or theta)
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise _unsupported("rotary embedding over part of a head", "partial_rotary_factor", partial)
@@ -397,6 +503,18 @@ def _hf_rope(config: Mapping[str, Any]) -> RopeConfig:
         expected="default, linear or llama3",
         fix="remove rope_scaling to serve its short context",
     )
+
+
+def _gguf_windows(
+    architecture: Architecture, metadata: Mapping[str, Any], prefix: str, layers: int
+) -> tuple[int | None, ...]:
+    window = metadata.get(prefix + "attention.sliding_window") or None
+    if window is None or architecture != "gemma3_text":
+        return (window,) * layers
+    pattern = metadata.get(prefix + "attention.sliding_window_pattern", _GEMMA_PATTERN)
+    if isinstance(pattern, int):
+        return _every(pattern, window, layers)
+    return tuple(window if local else None for local in pattern)
 
 
 def _gguf_rope(metadata: Mapping[str, Any], prefix: str, divisors: tuple[float, ...]) -> RopeConfig:

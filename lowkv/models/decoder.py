@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ from lowkv.models.quantized import add_matmul, matmul
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowkv.models.config import ModelConfig, RopeConfig
+    from lowkv.models.config import Activation, ModelConfig, RopeConfig
     from lowkv.models.quantized import QuantizedMatrix
 
 Attention = Callable[[int, "Tensor", "Tensor", "Tensor"], "Tensor"]
@@ -47,13 +48,20 @@ class _Layer:
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
     output: Tensor | QuantizedMatrix  # [Hq D, hidden]
+    attention_post_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor  # [hidden]
     gate_up: Tensor | QuantizedMatrix  # [hidden, 2 intermediate], gate first
     down: Tensor | QuantizedMatrix  # [intermediate, hidden]
+    mlp_post_norm: Tensor | None  # [hidden]
 
 
 MATRICES = ("qkv", "output", "gate_up", "down")
 """A layer's weights that may be quantized."""
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -75,9 +83,13 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[prefix + "q_norm"] = (config.head_dim,)
             shapes[prefix + "k_norm"] = (config.head_dim,)
         shapes[prefix + "output"] = (config.q_width, config.hidden)
+        if config.post_norms:
+            shapes[prefix + "attention_post_norm"] = (config.hidden,)
         shapes[prefix + "mlp_norm"] = (config.hidden,)
         shapes[prefix + "gate_up"] = (config.hidden, 2 * config.intermediate)
         shapes[prefix + "down"] = (config.intermediate, config.hidden)
+        if config.post_norms:
+            shapes[prefix + "mlp_post_norm"] = (config.hidden,)
     shapes["norm"] = (config.hidden,)
     return shapes
 
@@ -90,8 +102,8 @@ class Decoder:
         weights: every tensor of `weight_shapes(config)`. `layers.*`, `norm` and `embedding` share one dtype, the body's
             (float32, bfloat16 or float16); `lm_head` may be float32 beside a 16-bit body: then logits are computed in
             float32. The MATRICES of a layer may be quantized ones whose products have that dtype.
-        frequencies: `inverse_frequencies(config.rope, config.head_dim)`, for a caller that has them on the right
-            device already, or traces them.
+        frequencies: `rotary_frequencies(config)`, for a caller that has them on the right device already, or traces
+            them.
 
     Raises:
         LowkvError: a tensor is missing, not known, or of the wrong shape or dtype.
@@ -113,8 +125,11 @@ class Decoder:
         self._norm = tensors["norm"]
         self._layers = tuple(_layer(tensors, weights, f"layers.{index}.") for index in range(config.layers))
         if frequencies is None:
-            frequencies = inverse_frequencies(config.rope, config.head_dim).to(self.device)
-        self._inverse_frequencies = frequencies  # [D / 2] float32
+            frequencies = rotary_frequencies(config).to(self.device)
+        self._inverse_frequencies = frequencies  # [ropes, D / 2] float32
+        self._activation = _ACTIVATIONS[config.activation]
+        # Rounded first: Torch multiplies 16-bit tensors by numbers in float32.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor) -> Tensor:
         """Logits after the tokens at `rows`.
@@ -136,7 +151,7 @@ class Decoder:
         heads, kv_heads, size, eps = config.heads, config.kv_heads, config.head_dim, config.rms_eps
         rotated, split = heads + kv_heads, config.q_width + config.kv_width
         width, inner = (config.hidden,), config.intermediate
-        cos, sin = self._rotation(positions)
+        rotations = self._rotations(positions)
         count = tokens.shape[0]
 
         x = self._embedded(tokens)
@@ -150,6 +165,7 @@ class Decoder:
                 q = functional.rms_norm(qk[:, :heads], (size,), layer.q_norm, eps)
                 k = functional.rms_norm(qk[:, heads:], (size,), layer.k_norm, eps)
                 qk = torch.cat((q, k), 1)
+            cos, sin = rotations[config.rope_index(index)]
             # Q and K turn together: (a, b) -> (a cos - b sin, b cos + a sin) over the two halves of a head.
             qk = torch.addcmul(qk * cos, qk.roll(size // 2, -1), sin)
             mixed = attention(
@@ -158,11 +174,18 @@ class Decoder:
                 qk[:, heads:].contiguous(),
                 qkv[:, split:].contiguous().view(count, kv_heads, size),
             )
-            x = add_matmul(x, mixed.reshape(count, -1), layer.output)
+            x = self._added(x, mixed.reshape(count, -1), layer.output, layer.attention_post_norm)
             normed = functional.rms_norm(x, width, layer.mlp_norm, eps)
             gate_up = matmul(normed, layer.gate_up)
-            x = add_matmul(x, functional.silu(gate_up[:, :inner]) * gate_up[:, inner:], layer.down)
+            gated = self._activation(gate_up[:, :inner]) * gate_up[:, inner:]
+            x = self._added(x, gated, layer.down, layer.mlp_post_norm)
         return x
+
+    def _added(self, x: Tensor, y: Tensor, matrix: Tensor | QuantizedMatrix, norm: Tensor | None) -> Tensor:
+        """`x + y @ matrix`, the product normalized first where the model does so."""
+        if norm is None:
+            return add_matmul(x, y, matrix)
+        return x + functional.rms_norm(matmul(y, matrix), (self.config.hidden,), norm, self.config.rms_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] of the residual stream -> [S, vocab] float32."""
@@ -172,16 +195,19 @@ class Decoder:
     def _embedded(self, tokens: Tensor) -> Tensor:
         """The tokens' embeddings in the body's dtype, [T, hidden]."""
         if self._embedding is not None:
-            return self._embedding.index_select(0, tokens)
-        return self._lm_head.index_select(1, tokens).t().to(self.dtype).contiguous()
+            embedded = self._embedding.index_select(0, tokens)
+        else:
+            embedded = self._lm_head.index_select(1, tokens).t().to(self.dtype).contiguous()
+        return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin of every token's angles, [T, 1, D]; sin is negative in the first half of D."""
-        angles = positions.to(torch.float32)[:, None] * self._inverse_frequencies  # [T, D / 2]
+    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Cos and sin of every token's angles, [T, 1, D], per rotary embedding; sin is negative in D's first half."""
+        angles = positions.to(torch.float32)[:, None, None] * self._inverse_frequencies  # [T, ropes, D / 2]
         cos, sin = angles.cos(), angles.sin()
-        cos = torch.cat((cos, cos), -1)[:, None, :]
-        sin = torch.cat((-sin, sin), -1)[:, None, :]
-        return cos.to(self.dtype), sin.to(self.dtype)
+        cos = torch.cat((cos, cos), -1).to(self.dtype)
+        sin = torch.cat((-sin, sin), -1).to(self.dtype)
+        ropes = [slice(index, index + 1) for index in range(len(self.config.ropes))]
+        return [(cos[:, rope], sin[:, rope]) for rope in ropes]
 
 
 def candidates(logits: Tensor, count: int = 256) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,6 +222,11 @@ def candidates(logits: Tensor, count: int = 256) -> tuple[Tensor, Tensor, Tensor
     """
     values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
     return values, ids.to(torch.int32), logits.logsumexp(-1)
+
+
+def rotary_frequencies(config: ModelConfig) -> Tensor:
+    """`inverse_frequencies` of each of the model's rotary embeddings, [ropes, head_dim / 2] float32."""
+    return torch.stack([inverse_frequencies(rope, config.head_dim) for rope in config.ropes])
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -231,9 +262,11 @@ def _layer(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor | Quantiz
         q_norm=tensors.get(prefix + "q_norm"),
         k_norm=tensors.get(prefix + "k_norm"),
         output=matrix("output"),
+        attention_post_norm=tensors.get(prefix + "attention_post_norm"),
         mlp_norm=tensors[prefix + "mlp_norm"],
         gate_up=matrix("gate_up"),
         down=matrix("down"),
+        mlp_post_norm=tensors.get(prefix + "mlp_post_norm"),
     )
 
 

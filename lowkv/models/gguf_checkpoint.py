@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowkv.models.checkpoint import norm_names
 from lowkv.models.config import ModelConfig
 from lowkv.models.gguf_file import GgufFile
 
@@ -21,18 +22,23 @@ _MODEL_NAMES = {
     "output.weight": "lm_head.weight",
 }
 _LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_NORMS = {
+    "attn_norm": "attention_norm",
+    "post_attention_norm": "attention_post_norm",
+    "ffn_norm": "mlp_norm",
+    "post_ffw_norm": "mlp_post_norm",
+}
+"""Norms over the hidden size, by the decoder's names."""
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
@@ -52,7 +58,9 @@ class GgufCheckpoint:
     @cached_property
     def _names(self) -> dict[str, str]:
         """Hugging Face name -> name in the file; names that are not known stay as they are, to be refused."""
-        return {_hf_name(name): name for name in self._file.tensors if name != _ROPE_DIVISORS}
+        norms = norm_names(self.config)
+        parts = _LAYER_NAMES | {name: norms[ours] for name, ours in _NORMS.items() if ours in norms}
+        return {_hf_name(name, parts): name for name in self._file.tensors if name != _ROPE_DIVISORS}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: self._file.tensors[source].shape for name, source in self._names.items()}
@@ -61,6 +69,8 @@ class GgufCheckpoint:
         import torch
 
         tensor = torch.from_numpy(self._file.read(self._names[name]))
+        if name.endswith("norm.weight"):  # llama.cpp's are ready to multiply by
+            return tensor - self.config.norm_offset
         if self.config.architecture == "llama":
             if ".q_proj." in name:
                 return _half_rotation(tensor, self.config.heads)
@@ -84,14 +94,14 @@ class GgufCheckpoint:
         return write_gguf_tokenizer(self._file, folder)
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, parts: Mapping[str, str]) -> str:
     if name in _MODEL_NAMES:
         return _MODEL_NAMES[name]
     prefix, _, rest = name.partition(".")
     layer, _, rest = rest.partition(".")
     part, _, kind = rest.rpartition(".")
-    if prefix == "blk" and layer.isdecimal() and part in _LAYER_NAMES:
-        return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
+    if prefix == "blk" and layer.isdecimal() and part in parts:
+        return f"model.layers.{layer}.{parts[part]}.{kind}"
     return name
 
 

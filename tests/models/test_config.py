@@ -141,7 +141,7 @@ def test_architectures_bring_their_own_biases_and_norms() -> None:
         ({"model_type": "deepseek_v3"}, r"MLA\)\): got 'deepseek_v3', expected one of llama .* qwen3"),
         ({"model_type": "mixtral"}, "mixture of experts"),
         ({"model_type": "jamba"}, "hybrid"),
-        ({"model_type": "gemma3_text"}, "gemma3_text"),
+        ({"model_type": "gemma3"}, "gemma3_text"),
         ({"model_type": "never_heard_of"}, "never_heard_of"),
         ({"model_type": None}, "model_type is missing"),
         ({"hidden_act": "gelu"}, "activation gelu"),
@@ -190,7 +190,7 @@ def test_gguf_metadata() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"general.architecture": "gemma3"}, "gemma3"),
+        ({"general.architecture": "gemma2"}, "soft-capped"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"llama.rope.dimension_count": 32}, "part of a head"),
         ({"llama.attention.value_length": 32}, "V heads"),

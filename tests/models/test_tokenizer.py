@@ -180,7 +180,8 @@ def test_a_bos_token_is_added_if_the_file_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "cannot rebuild a tokenizer from: got 'llama'"),
+        ({"tokenizer.ggml.model": "bert"}, "cannot rebuild a tokenizer from: got 'bert'"),
+        ({"tokenizer.ggml.model": "llama"}, "puts a space before a text"),
         ({"tokenizer.ggml.pre": "tekken"}, "a rule that lowkv does not know: got 'tekken'"),
     ],
 )

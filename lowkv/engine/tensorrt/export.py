@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvattention.gpu.launches import layer_scales
 from kvattention.tensorrt.fields import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, PluginFields
 from lowkv.engine.tensorrt.onnx_file import (
     FP8_PRODUCT,
@@ -42,7 +43,7 @@ from lowkv.engine.tensorrt.onnx_file import (
 from lowkv.engine.tensorrt.profiles import ARENA, INPUTS
 from lowkv.errors import LowkvError
 from lowkv.models.checkpoint import WeightsFormat, check_tensors, conversion_stage
-from lowkv.models.decoder import Decoder, candidates, inverse_frequencies
+from lowkv.models.decoder import Decoder, candidates, rotary_frequencies
 from lowkv.models.quantized import Fp8Matrix, Int4Matrix, QuantizedMatrix, assembled, unpack
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def export_onnx(
         recipe: its weights, lm_head and fp8_query say in which precision what is computed.
         path: of the ONNX file; the weights go to `path` + ".data".
         progress: told of the stages and of the bytes of weights written.
-        scales: per layer (K scales, V scales), float32 [kv_heads], of FP8 keys and values; None is all ones.
+        scales: per layer (K scales [kv_heads, head_dim] or [kv_heads], V scales [kv_heads]), float32, of 8-bit keys
+            and values; None is all ones.
 
     Returns:
         `path`.
@@ -114,14 +116,14 @@ def export_onnx(
         conversion_stage(checkpoint, weights), sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values())
     )
     initializers = write_data(data, _with_offsets(weights.tensors(checkpoint)), weights.dtype, progress.advance)
-    initializers.append(inline_tensor(FREQUENCIES, inverse_frequencies(config.rope, config.head_dim)))
-    initializers += [inline_tensor(scales_name(index), _kv_scales(spec)) for index, spec in enumerate(specs)]
+    initializers.append(inline_tensor(FREQUENCIES, rotary_frequencies(config)))
+    initializers += [inline_tensor(scales_name(index), scales) for index, scales in enumerate(_kv_scales(specs))]
     write_model(model, initializers, path)
     return path
 
 
 def scales_name(layer: int) -> str:
-    """The initializer float32 [2, kv_heads] of a layer's K scales and V scales."""
+    """The initializer float32 [kv_heads, head_dim + 1] of a layer's K scales, by channel, and V scales."""
     return f"scales_{layer}"
 
 
@@ -143,16 +145,9 @@ def _fields(specs: Sequence[LayerSpec], config: ModelConfig, recipe: Recipe) -> 
     return [PluginFields.from_layer(i, spec, config.heads, fp8_query(spec)) for i, spec in enumerate(specs)]
 
 
-def _kv_scales(spec: LayerSpec) -> Tensor:
-    """[2, kv_heads], as the plugin takes them. Raises LowkvError for K scales that differ within a head."""
-    heads = spec.k_scales[:, 0]
-    if (spec.k_scales != heads[:, None]).any():
-        raise LowkvError(
-            "the TensorRT plugin has no K scales per channel",
-            got=f"{spec.cold.k} keys with scales of their own for each channel",
-            expected="one K scale per KV head",
-        )
-    return torch.tensor([heads.tolist(), spec.v_scales.tolist()])
+def _kv_scales(specs: Sequence[LayerSpec]) -> Tensor:
+    """[layers, kv_heads, head_dim + 1], as the plugin takes them."""
+    return torch.from_numpy(layer_scales(specs))
 
 
 # -- zero points ---------------------------------------------------------------------------------------------
@@ -278,8 +273,10 @@ def _trace(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     shapes = dict(layout)
-    shapes[FREQUENCIES] = ((config.head_dim // 2,), torch.float32)
-    shapes |= {scales_name(layer): ((2, config.kv_heads), torch.float32) for layer in range(config.layers)}
+    shapes[FREQUENCIES] = ((len(config.ropes), config.head_dim // 2), torch.float32)
+    shapes |= {
+        scales_name(layer): ((config.kv_heads, config.head_dim + 1), torch.float32) for layer in range(config.layers)
+    }
     dims = {letter: torch.export.Dim(letter, min=1, max=_LARGEST_DIM) for letter in _EXAMPLE}
     with FakeTensorMode():  # shapes and types, no data
         weights = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
