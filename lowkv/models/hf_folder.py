@@ -20,6 +20,7 @@ _CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 
 
@@ -59,7 +60,6 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "architectures": [_CLASSES[config.architecture]],
         "model_type": config.architecture,
-        "hidden_act": "silu",
         "hidden_size": config.hidden,
         "intermediate_size": config.intermediate,
         "num_hidden_layers": config.layers,
@@ -75,19 +75,35 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "rope_theta": config.rope.theta,
         "rope_scaling": _rope(config),
     }
+    if config.activation == "silu":
+        plain["hidden_act"] = "silu"
     if config.architecture == "mistral":
         plain["sliding_window"] = config.windows[0]
     elif config.architecture in ("qwen2", "qwen3") and any(config.windows):
-        plain |= _windows(config.windows)
+        plain |= {"use_sliding_window": True} | _windows(config.windows)
+    elif config.architecture == "gemma3_text":
+        plain |= _gemma(config)
     return plain
 
 
 def _windows(windows: Sequence[int | None]) -> dict[str, Any]:
     return {
-        "use_sliding_window": True,
-        "sliding_window": next(window for window in windows if window),
+        "sliding_window": next((window for window in windows if window), 4096),
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
     }
+
+
+def _gemma(config: ModelConfig) -> dict[str, Any]:
+    scalar = config.query_scalar or config.head_dim
+    plain = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,  # transformers wants a whole number
+    }
+    if config.local_rope is not None:
+        if config.local_rope.kind != "default":
+            raise _unwritable("another scaling for the layers with a window")
+        plain["rope_local_base_freq"] = config.local_rope.theta
+    return plain | _windows(config.windows)
 
 
 def _rope(config: ModelConfig) -> dict[str, Any] | None:
@@ -104,9 +120,13 @@ def _rope(config: ModelConfig) -> dict[str, Any] | None:
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_max_positions,
         }
-    raise LowkvError(
+    raise _unwritable("divisors of its frequencies, from a GGUF file")
+
+
+def _unwritable(rope: str) -> LowkvError:
+    return LowkvError(
         "this model's rotary embedding cannot be written to a config.json",
-        got="divisors of its frequencies, from a GGUF file",
+        got=rope,
         expected="default, linear or llama3",
         fix="use a Hugging Face folder of the model",
     )

@@ -25,6 +25,7 @@ MODELS = {
     "llama": {"tie_word_embeddings": True},
     "qwen2": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
     "qwen3": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 40, "sliding_window_pattern": 2},
     "mistral": {"sliding_window": 64, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0}},
 }
 
@@ -37,7 +38,7 @@ def checkpoint_of(tiny_checkpoint: Path, tmp_path: Path) -> Callable[[str], Chec
         folder = tmp_path / name
         shutil.copytree(tiny_checkpoint, folder)
         config = json.loads((folder / "config.json").read_text()) | {"model_type": name, "num_hidden_layers": 3}
-        config = config | {"architectures": [f"{name.capitalize()}ForCausalLM"]} | MODELS[name]
+        config = config | {"architectures": None} | MODELS[name]
         (folder / "config.json").write_text(json.dumps(config))
         generator = torch.Generator().manual_seed(2)
         shapes = tensor_shapes(ModelConfig.from_hf_config(config))

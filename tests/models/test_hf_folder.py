@@ -35,6 +35,19 @@ def test_a_written_config_is_read_back(architecture: Any, rope: RopeConfig) -> N
     assert ModelConfig.from_hf_config(json.loads(json.dumps(hf_config(config)))) == config
 
 
+@pytest.mark.parametrize("rope", ROPES[:2])
+@pytest.mark.parametrize("scalar", [None, 168.0])
+def test_gemma_s_two_rotary_embeddings_are_read_back(rope: RopeConfig, scalar: float | None) -> None:
+    config = ModelConfig(
+        "gemma3_text", 3, 64, 4, 1, 32, 96, 131, 1e-6, rope, 512, True, False, True, (16, 16, None), 2, (1, 106),
+        activation="gelu_tanh", post_norms=True, norm_offset=1.0, embedding_scale=8.0, query_scalar=scalar,
+        local_rope=RopeConfig(20000.0),
+    )  # fmt: skip
+    assert ModelConfig.from_hf_config(json.loads(json.dumps(hf_config(config)))) == config
+    with pytest.raises(LowkvError, match="another scaling for the layers with a window"):
+        hf_config(replace(config, local_rope=RopeConfig(20000.0, "linear", 2.0)))
+
+
 def test_a_rotary_embedding_without_a_config_is_refused(tiny_checkpoint: Path) -> None:
     config = open_checkpoint(tiny_checkpoint).config
     odd = replace(config, rope=RopeConfig(10000.0, "divisors", divisors=(1.0,) * 8))
