@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from lowkv.evaluation.command import Request
 from lowkv.evaluation.evaluation import evaluate
 from lowkv.evaluation.intervals import Interval
 from lowkv.evaluation.records import FILE, Records
+from lowkv.openmp import limit_spinning
 
 if TYPE_CHECKING:
     from lowkv.engine import EngineDir
@@ -197,6 +199,7 @@ def main() -> int:
         ("text", "passkey"), options.tokens, options.tokens, lengths=(1024,), depths=(0.2, 0.4, 0.6, 0.8), repeats=2
     )
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    limit_spinning(os.environ)
     with StageProgress() as progress:
         rows = measure(options.model, options.plan, request, options.out, progress)
     report = {"machine": describe_machine(), "measures": {"tokens": options.tokens}, "rows": rows}
