@@ -3,14 +3,15 @@
 Outputs are compared with goldens and derived tolerances, arenas with the reference's, to the bit.
 
 The golden reads keys and values as they are stored, rounded as the kernels round them: those of 2 and 4 bits to model
-precision (e4m3 is exact in 16 bits, its scales are applied in float32). What is left between golden and kernel, with
-u the unit roundoff of model precision (2^-11 in fp16, 2^-8 in bf16):
+precision (8 bits are exact in it). The queries that meet cold keys with scales are multiplied by these and rounded to
+model precision, exactly as the kernel does. What is left between golden and kernel, with u the unit roundoff of model
+precision (2^-11 in fp16, 2^-8 in bf16):
 
 * softmax weights p are rounded to model precision:  at most  u * sum(p |v|);
 * the output is rounded to model precision:          at most  u * |out|;
 * float32 sums, as in the tests of the CPU kernels:  at most  1e-4, times the size of the output where it is above 1.
 
-FP8 queries: the golden rounds the queries that meet cold blocks to e4m3, exactly as the kernel does. Left is the
+FP8 queries: the golden rounds those queries to e4m3 instead, again as the kernel does. Left is the
 rounding of the weights of cold keys to e4m3, relative 2^-4 of each, and for weights so small that they are subnormal in
 e4m3 half a step of 2^-9 / 256 (the kernel's factor), relative to the largest weight.
 """
@@ -27,7 +28,6 @@ from numpy.typing import NDArray
 from kvattention.cases import Case, Playback, Step
 from kvattention.codec import decode_plain, e4m3, encode_plain, round_to
 from kvattention.gpu.attention import Arena, GpuAttention
-from kvattention.gpu.variants import COLD_CODECS
 from kvattention.layout import LayerSpec
 from kvattention.reference import ReferenceAttention, as_stored
 
@@ -105,12 +105,6 @@ def check(attention: GpuAttention, case: Case, fp8_query: bool | None = None) ->
     return used
 
 
-def missing(case: Case) -> str:
-    """What the kernels lack for the case; empty if nothing."""
-    codecs = {codec for pair in case.formats for codec in pair}.difference(COLD_CODECS)
-    return ", ".join(sorted(codecs)) or "K scales per channel" * (case.scales == "channel")
-
-
 def in_bf16(case: Case) -> Case:
     """The same case with a model precision of bf16."""
     formats = tuple((_bf16(k), _bf16(v)) for k, v in case.formats)
@@ -140,26 +134,27 @@ def expect(playback: Playback, played: Played, index: int, fp8_query: bool) -> t
         cold = np.zeros(len(k), bool)
         for block in blocks:
             cold[block * group : (block + 1) * group] = True
-        golden[new], tolerance[new] = _attention(step.q[index][new], k, v, layer, cold & fp8)
+        golden[new], tolerance[new] = _attention(step.q[index][new], k, v, layer, cold, fp8)
     return golden, tolerance
 
 
 def _attention(
-    q: Floats, k: Floats, v: Floats, layer: LayerSpec, quantized: NDArray[np.bool_]
+    q: Floats, k: Floats, v: Floats, layer: LayerSpec, cold: NDArray[np.bool_], fp8: bool
 ) -> tuple[Float64, Float64]:
-    """(attention, tolerance) in float64; keys of which ``quantized`` is true meet queries and weights in e4m3."""
+    """(attention, tolerance) in float64; ``cold`` keys meet queries as `_cold_query` has them; fp8: weights too."""
     n, heads, _ = q.shape
     length, kv_heads, _ = k.shape
     position, key = np.arange(length - n, length)[:, None], np.arange(length)[None, :]
     visible = key <= position
     if layer.window is not None:
         visible &= key > position - layer.window
-    coarse = _through_e4m3(q)
+    coarse = _cold_query(q, layer, fp8)
+    quantized = cold & fp8
     u = UNIT_ROUNDOFF[layer.hot.k.name]
     golden, tolerance = np.empty(q.shape), np.empty(q.shape)
     for h in range(heads):
         keys, values = (x[:, h * kv_heads // heads].astype(np.float64) for x in (k, v))
-        scores = np.where(quantized, coarse[:, h] @ keys.T, q[:, h].astype(np.float64) @ keys.T) * layer.softmax_scale
+        scores = np.where(cold, coarse[:, h] @ keys.T, q[:, h].astype(np.float64) @ keys.T) * layer.softmax_scale
         scores = np.where(visible, scores, -np.inf)
         p = np.exp(scores - scores.max(axis=1, keepdims=True))
         largest = 1 / p.sum(axis=1, keepdims=True)
@@ -170,8 +165,17 @@ def _attention(
     return golden, tolerance + SUMS * max(1.0, float(np.abs(golden).max()))
 
 
-def _through_e4m3(q: Floats) -> Float64:
-    """Every row of q [n, Hq, D] as e4m3 with its own scale keeps it."""
-    fit = np.float32(448) / np.maximum(np.abs(q).max(axis=2, keepdims=True), np.float32(1e-30))
-    rounded: Float64 = decode_plain(e4m3, encode_plain(e4m3, q * fit)).astype(np.float64) / fit
-    return rounded
+def _cold_query(q: Floats, layer: LayerSpec, fp8: bool) -> Float64:
+    """q [n, Hq, D] as cold keys meet it: rounded once it is multiplied by their scales, and divided by them again."""
+    if not layer.cold.k.scaled:
+        return q.astype(np.float64)
+    shares = layer.k_scales / layer.k_scales.max(axis=1, keepdims=True)
+    shares = np.repeat(shares, q.shape[1] // layer.kv_heads, axis=0)  # [Hq, D]
+    scaled = q * shares
+    if fp8:  # every row with a scale of its own
+        fit = np.float32(e4m3.maximum) / np.maximum(np.abs(scaled).max(axis=2, keepdims=True), np.float32(1e-30))
+        rounded = decode_plain(e4m3, encode_plain(e4m3, scaled * fit)).astype(np.float64) / fit
+    else:
+        rounded = round_to(layer.hot.k, scaled).astype(np.float64)
+    restored: Float64 = rounded / shares
+    return restored

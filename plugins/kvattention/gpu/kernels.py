@@ -6,8 +6,8 @@ when it decorates them, that is when this module is imported, by TRITON_INTERPRE
 
 How `attend` reads: K lies channel-major, so that a tile of keys ``[D, N]`` is the right operand of ``q @ K`` as it
 stands, and V token-major, so that ``[N, D]`` is that of ``p @ V``. A tile is unpacked once and serves all query heads
-of the group. Codes of 2 and 4 bits become model precision on the way (float32 arithmetic, then one rounding). e4m3 is
-exact in 16 bits; its scales go onto the scores and onto the sum. Nothing is accumulated below float32.
+of the group. Codes of 2 and 4 bits become model precision on the way (float32 arithmetic, then one rounding). Those of
+8 bits are exact in it; K's scales go onto the query, V's onto the sum. Nothing is accumulated below float32.
 
 Written with care for: block offsets beyond 2^31 words (64 bits), poisoned memory (what is masked is never multiplied,
 NaN * 0 is NaN), rows and parts that see no key at all (maximum -inf), and vector loads (`n // 16 * 16` of a multiple
@@ -27,16 +27,16 @@ from kvattention.gpu import schedule
 from kvattention.layout import UNIT_WORDS
 
 DIRECT = tl.constexpr(schedule.DIRECT)
+CODEC_COUNT = tl.constexpr(len(CODECS))
 UNIT = tl.constexpr(UNIT_WORDS)
 PER_PARAM = tl.constexpr(VALUES_PER_PARAM)
 HALF_MAX = tl.constexpr(F16_MAX)
-FP8_MAX = tl.constexpr(448.0)  # of e4m3
 LOG2_E = tl.constexpr(1.4426950408889634)
-HALF_BIAS = tl.constexpr(256.0)  # an e4m3 code put into fp16 bits reads 2^8 too small
 P_SCALE = tl.constexpr(256.0)  # puts softmax weights, at most 1, into the upper half of e4m3's range
 NO_WINDOW = tl.constexpr(1 << 30)
 INTEGERS = tl.constexpr(8388608.0)  # 2^23: as float32, INTEGERS + n holds n in its lowest bits
 INTEGER_BITS = tl.constexpr(0x4B000000)
+SIGNED = tl.constexpr(12582912.0)  # 1.5 * 2^23: the same for n of either sign
 
 # Values that Triton's launcher must not make variants of; pointers are 16-byte aligned everywhere.
 _RUN_TIME = [
@@ -53,6 +53,26 @@ def _bits(codec):
 @triton.constexpr_function
 def _grouped(codec):
     return CODECS[codec].grouped
+
+
+@triton.constexpr_function
+def _scaled(codec):
+    return CODECS[codec].scaled
+
+
+@triton.constexpr_function
+def _cut(codec):
+    return CODECS[codec].cut
+
+
+@triton.constexpr_function
+def _maximum(codec):
+    return CODECS[codec].maximum
+
+
+@triton.constexpr_function
+def _mantissa(codec):
+    return {"e4m3": 3, "e5m2": 2}[codec]
 
 
 @triton.constexpr_function
@@ -134,9 +154,10 @@ def _load_part(
 
 
 @triton.jit
-def _load_e4m3(
+def _load_bytes(
     base,
     live,
+    CODEC: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -144,15 +165,29 @@ def _load_e4m3(
     HOT: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """`_load_part` of codes, for FP8 tensor cores as they are, else in model precision: exact, HALF_BIAS too small."""
+    """`_load_part` of 8-bit codes: as they are for FP8 tensor cores, else in model precision; exact but for `_bias`."""
     if FP8:
         codes = _load_part(base.to(tl.pointer_type(tl.uint8)), live, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS)
         values = codes.to(tl.float8e4nv, bitcast=True)
     else:
         codes = _unpack(_load_part(base, live, ROWS, COLUMNS // 4, BLOCK_ROWS, BLOCK_COLUMNS // 4), 8)
-        bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
-        values = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(HOT)
+        if CODEC == "e4m3":
+            bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
+        elif CODEC == "e5m2":
+            bits = codes << 8
+        else:
+            bits = (codes ^ 0x80) | 0x6400  # fp16 of 1024 + 128 + n
+        values = bits.to(tl.uint16).to(tl.float16, bitcast=True)
+        if CODEC == "int8":
+            values = values - 1152.0
+        values = values.to(HOT)
     return values
+
+
+@triton.constexpr_function
+def _bias(codec, fp8):
+    """What values of `_load_bytes` are to be multiplied by."""
+    return 256.0 if codec == "e4m3" and not fp8 else 1.0  # an e4m3 code put into fp16 bits reads 2^8 too small
 
 
 @triton.jit
@@ -179,8 +214,8 @@ def _load_keys(
         scale, minimum = _split_params(_load_part(params, live, HEAD_DIM, 1, BLOCK_D, 1))
         x = _to_float(_unpack(words, BITS)).reshape(BLOCKS, BLOCK_D, GROUP)
         keys = _round_to_hot(x * scale[:, :, None] + minimum[:, :, None], HOT)
-    elif CODEC == "e4m3":
-        keys = _load_e4m3(codes, live, HEAD_DIM, GROUP, BLOCK_D, GROUP, HOT, FP8)
+    elif _scaled(CODEC):
+        keys = _load_bytes(codes, live, CODEC, HEAD_DIM, GROUP, BLOCK_D, GROUP, HOT, FP8)
         keys = keys.reshape(BLOCKS, BLOCK_D, GROUP)
     elif CODEC == "f16":
         keys = _load_part(codes.to(tl.pointer_type(tl.float16)), live, HEAD_DIM, GROUP, BLOCK_D, GROUP)
@@ -217,8 +252,8 @@ def _load_values(
         scale, minimum = _split_params(_load_part(params, live, GROUP, P, GROUP, BLOCK_D // SHARE))
         x = _to_float(_unpack(words, BITS)).reshape(BLOCKS, GROUP * BLOCK_D // SHARE, SHARE)
         values = _round_to_hot(x * scale[:, :, None] + minimum[:, :, None], HOT)
-    elif CODEC == "e4m3":
-        values = _load_e4m3(codes, live, GROUP, HEAD_DIM, GROUP, BLOCK_D, HOT, FP8)
+    elif _scaled(CODEC):
+        values = _load_bytes(codes, live, CODEC, GROUP, HEAD_DIM, GROUP, BLOCK_D, HOT, FP8)
     elif CODEC == "f16":
         values = _load_part(codes.to(tl.pointer_type(tl.float16)), live, GROUP, HEAD_DIM, GROUP, BLOCK_D).to(HOT)
     else:
@@ -227,14 +262,26 @@ def _load_values(
 
 
 @triton.jit
-def _e4m3_codes(x):
-    """e4m3 codes of float32, saturating, ties to even: `codec._e4m3_codes`. Triton's interpreter casts otherwise."""
+def _float8_codes(x, CODEC: tl.constexpr):
+    """FP8 codes of float32, saturating, ties to even: `codec._float8_codes`. Triton's interpreter casts otherwise."""
+    MANTISSA: tl.constexpr = _mantissa(CODEC)
+    BIAS: tl.constexpr = (1 << (6 - MANTISSA)) - 1
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    STEP: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA)  # of subnormal codes
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    magnitude = tl.minimum(tl.abs(x), FP8_MAX)
+    magnitude = tl.minimum(tl.abs(x), _maximum(CODEC))
     bits = magnitude.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    subnormal = (magnitude * 512.0 + INTEGERS).to(tl.int32, bitcast=True) - INTEGER_BITS
-    return (tl.where(magnitude < 0.015625, subnormal, normal) | sign).to(tl.uint8)
+    half = (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)
+    normal = ((bits + half) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    subnormal = (magnitude * (1.0 / STEP) + INTEGERS).to(tl.int32, bitcast=True) - INTEGER_BITS
+    return (tl.where(magnitude < STEP * (1 << MANTISSA), subnormal, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _int8_codes(x):
+    """Two's complement of float32, saturating, ties to even."""
+    x = tl.minimum(tl.maximum(x, -_maximum("int8")), _maximum("int8"))
+    return ((x + SIGNED).to(tl.int32, bitcast=True) & 0xFF).to(tl.uint8)
 
 
 @triton.jit
@@ -248,7 +295,7 @@ def _update(scores, visible, values, total, peak, weight, FP8: tl.constexpr):
     weight = weight * fade + tl.sum(p, 1)
     total = total * fade[:, None]
     if FP8:
-        p = _e4m3_codes(p * P_SCALE).to(tl.float8e4nv, bitcast=True)
+        p = _float8_codes(p * P_SCALE, "e4m3").to(tl.float8e4nv, bitcast=True)
         # Hopper sums FP8 products in less than float32 unless told to add up every 32 of them.
         total = tl.dot(p, values, total, max_num_imprecise_acc=32)
     else:
@@ -263,7 +310,7 @@ def attend(
     v,  # [T, Hkv, D]
     out,  # [T, Hq, D]
     arena,
-    scales,  # [2, Hkv]
+    scales,  # [Hkv, D + 1]: K's of each channel, then V's
     sequences,
     table,
     items,
@@ -333,20 +380,23 @@ def attend(
     nth = tl.arange(0, BLOCKS)
     slot = tl.arange(0, GROUP)
 
-    # Cold blocks first: e4m3's V scale then goes onto the sum once.
-    k_scale = scale
-    if K_CODEC == "e4m3":
-        k_scale *= tl.load(scales + head)
-    if FP8_QUERY:
-        largest = tl.max(tl.abs(query.to(tl.float32)), 1)
-        fit = FP8_MAX / tl.where(largest > 0, largest, 1.0)  # [ROWS]
-        cold_query = _e4m3_codes(query.to(tl.float32) * fit[:, None]).to(tl.float8e4nv, bitcast=True)
-        k_scales = k_scale / fit
-    else:
-        cold_query = query
-        if K_CODEC == "e4m3":
-            k_scale *= HALF_BIAS
-        k_scales = tl.full([ROWS], 1.0, tl.float32) * k_scale
+    # Cold blocks first: the V scale then goes onto the sum once.
+    cold_query, cold_scale = query, tl.full([ROWS], 1.0, tl.float32) * scale
+    scales += head * (HEAD_DIM + 1)
+    if _scaled(K_CODEC):
+        channels = tl.load(scales + d, mask=d < HEAD_DIM, other=0.0)
+        # Relative to the largest: products are in range then, and where scales are equal the query stays as it is.
+        highest = tl.max(channels, 0)
+        exact = query.to(tl.float32) * tl.div_rn(channels, tl.zeros_like(channels) + highest)[None, :]
+        cold_scale *= highest * _bias(K_CODEC, FP8_QUERY)
+        if FP8_QUERY:
+            largest = tl.max(tl.abs(exact), 1)
+            largest = tl.where(largest > 0, largest, 1.0)
+            fit = tl.div_rn(tl.full([ROWS], _maximum("e4m3"), tl.float32), largest)
+            cold_query = _float8_codes(exact * fit[:, None], "e4m3").to(tl.float8e4nv, bitcast=True)
+            cold_scale = cold_scale / fit
+        else:
+            cold_query = exact.to(HOT)
     v_start = _k_words(kv_heads, K_CODEC, HEAD_DIM, GROUP)
     cold_stop = tl.minimum(end, cold_end)
     for index in range(tl.maximum(begin, cold_begin), cold_stop, BLOCKS):
@@ -360,10 +410,10 @@ def attend(
         )
         key = (block[:, None] * GROUP + slot[None, :]).reshape(N)
         visible = (key < cold_stop * GROUP)[None, :] & (key[None, :] > (position - reach)[:, None])
-        scores = tl.dot(cold_query, keys) * k_scales[:, None]
+        scores = tl.dot(cold_query, keys) * cold_scale[:, None]
         total, peak, weight = _update(scores, visible, values, total, peak, weight, FP8_QUERY)
-    if V_CODEC == "e4m3":
-        total *= tl.load(scales + kv_heads + head) * (1.0 / P_SCALE if FP8_QUERY else HALF_BIAS)
+    if _scaled(V_CODEC):
+        total *= tl.load(scales + HEAD_DIM) * (_bias(V_CODEC, FP8_QUERY) / (P_SCALE if FP8_QUERY else 1.0))
 
     # Hot blocks: sinks before cold_begin and the residual after cold_end, as one run of indices.
     sinks = tl.maximum(tl.minimum(end, cold_begin) - begin, 0)
@@ -458,11 +508,15 @@ def merge(
 
 
 @triton.jit
-def _encode_group(x, valid, LEVELS: tl.constexpr):
+def _encode_group(x, valid, CODEC: tl.constexpr):
     """Codes of groups along the last axis of x [A, B, n], and parameter words [A, B]; `codec.encode_group`."""
+    LEVELS: tl.constexpr = (1 << _bits(CODEC)) - 1
     low = tl.min(tl.where(valid, x, float("inf")), 2)
-    high = tl.max(tl.where(valid, x, float("-inf")), 2)
-    scale = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, LEVELS, tl.float32)), HALF_MAX).to(tl.float16)
+    span = tl.max(tl.where(valid, x, float("-inf")), 2) - low
+    if _cut(CODEC):
+        margin = tl.div_rn(span, tl.full(low.shape, _cut(CODEC), tl.float32))
+        low, span = low + margin, span - 2.0 * margin
+    scale = tl.minimum(tl.div_rn(span, tl.full(low.shape, LEVELS, tl.float32)), HALF_MAX).to(tl.float16)
     minimum = tl.minimum(tl.maximum(low, -HALF_MAX), HALF_MAX).to(tl.float16)
     step = scale.to(tl.float32)[:, :, None]
     distance = x - minimum.to(tl.float32)[:, :, None]
@@ -487,7 +541,7 @@ def _encode_keys(
     record,
     head,
     kv_heads,
-    scale,
+    scales,  # [D]
     CODEC: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
@@ -499,7 +553,7 @@ def _encode_keys(
     channel = head * HEAD_DIM + d
     if _grouped(CODEC):
         x = keys.reshape(CHANNELS, 1, GROUP)
-        codes, params = _encode_group(x, inside[:, None, None], (1 << BITS) - 1)
+        codes, params = _encode_group(x, inside[:, None, None], CODEC)
         words = _pack(codes.reshape(CHANNELS, W, 32 // BITS), BITS)
         w = tl.arange(0, W)
         tl.store(record + channel[:, None] * W + w[None, :], words, mask=inside[:, None])
@@ -507,7 +561,9 @@ def _encode_keys(
         tl.store(params_start + channel, params.reshape(CHANNELS), mask=inside)
     else:
         g = tl.arange(0, GROUP)
-        _store_plain(record, channel[:, None] * GROUP + g[None, :], keys, inside[:, None], scale, CODEC)
+        if _scaled(CODEC):
+            keys = _divided(keys, tl.load(scales + d, mask=inside, other=1.0)[:, None])
+        _store_plain(record, channel[:, None] * GROUP + g[None, :], keys, inside[:, None], CODEC)
 
 
 @triton.jit
@@ -517,7 +573,7 @@ def _encode_values(
     part,  # where V begins in the record
     head,
     kv_heads,
-    scale,
+    scale,  # pointer to one
     CODEC: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
@@ -533,7 +589,7 @@ def _encode_values(
         W: tl.constexpr = HEAD_DIM * BITS // 32
         P: tl.constexpr = _cdiv(HEAD_DIM, PER_PARAM)
         x = values.reshape(GROUP, GROUPS, SHARE)
-        codes, params = _encode_group(x, (d < HEAD_DIM).reshape(1, GROUPS, SHARE), (1 << BITS) - 1)
+        codes, params = _encode_group(x, (d < HEAD_DIM).reshape(1, GROUPS, SHARE), CODEC)
         words = _pack(codes.reshape(GROUP, CHANNELS // PER, PER), BITS)
         w = first // PER + tl.arange(0, CHANNELS // PER)
         tl.store(part + token[:, None] * W + w[None, :], words, mask=(w < W)[None, :])
@@ -542,14 +598,21 @@ def _encode_values(
         tl.store(params_start + token[:, None] * P + p[None, :], params, mask=(p < P)[None, :])
     else:
         inside = (d < HEAD_DIM)[None, :]
-        _store_plain(part, token[:, None] * HEAD_DIM + d[None, :], values, inside, scale, CODEC)
+        if _scaled(CODEC):
+            values = _divided(values, tl.load(scale))
+        _store_plain(part, token[:, None] * HEAD_DIM + d[None, :], values, inside, CODEC)
 
 
 @triton.jit
-def _store_plain(start, offsets, x, mask, scale, CODEC: tl.constexpr):
-    """Values one by one, `codec.encode_plain`; offsets count values from `start`."""
-    if CODEC == "e4m3":
-        codes = _e4m3_codes(tl.div_rn(x, tl.zeros_like(x) + scale))
+def _divided(x, scale):
+    return tl.div_rn(x, tl.zeros_like(x) + scale)
+
+
+@triton.jit
+def _store_plain(start, offsets, x, mask, CODEC: tl.constexpr):
+    """Values one by one, `codec.encode_plain` once they are divided; offsets count values from `start`."""
+    if _scaled(CODEC):
+        codes = _int8_codes(x) if CODEC == "int8" else _float8_codes(x, CODEC)
         tl.store(start.to(tl.pointer_type(tl.uint8)) + offsets, codes, mask=mask)
     elif CODEC == "f16":
         x = tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX)
@@ -563,7 +626,7 @@ def append(
     k,  # [T, Hkv, D]
     v,  # [T, Hkv, D]
     arena,
-    scales,  # [2, Hkv]
+    scales,  # [Hkv, D + 1]: K's of each channel, then V's
     sequences,
     table,
     items,
@@ -608,8 +671,9 @@ def append(
     if count >= DIRECT:
         record += cold_offset
         part = record + _k_words(kv_heads, K_CODEC, HEAD_DIM, GROUP)
-        k_scale, v_scale = tl.load(scales + head), tl.load(scales + kv_heads + head)
-        _encode_keys(keys.to(tl.float32), d, record, head, kv_heads, k_scale, K_CODEC, HEAD_DIM, GROUP, CHANNELS)
+        scales += head * (HEAD_DIM + 1)
+        v_scale = scales + HEAD_DIM
+        _encode_keys(keys.to(tl.float32), d, record, head, kv_heads, scales, K_CODEC, HEAD_DIM, GROUP, CHANNELS)
         _encode_values(values.to(tl.float32), d, part, head, kv_heads, v_scale, V_CODEC, HEAD_DIM, GROUP, CHANNELS)
     else:
         record += hot_offset
@@ -625,7 +689,7 @@ def seal(
     arena,
     pairs,  # [P, 2] of (hot, cold)
     layers,  # [L, 8] of hot_offset, cold_offset, K codec, V codec
-    scales,  # [L, 2, Hkv]
+    scales,  # [L, Hkv, D + 1]
     kv_heads,
     HOT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -642,8 +706,8 @@ def seal(
     fields = layers + layer * 8
     hot_offset, cold_offset = tl.load(fields) // UNIT * UNIT, tl.load(fields + 1) // UNIT * UNIT
     k_codec, v_codec = tl.load(fields + 2), tl.load(fields + 3)
-    k_scale = tl.load(scales + layer * 2 * kv_heads + head)
-    v_scale = tl.load(scales + (layer * 2 + 1) * kv_heads + head)
+    k_scales = scales + (layer * kv_heads + head) * (HEAD_DIM + 1)
+    v_scale = k_scales + HEAD_DIM
     base = _load_arena(arena)
     hot = base + (tl.load(pair).to(tl.int64) * UNIT + hot_offset)
     cold = base + (tl.load(pair + 1).to(tl.int64) * UNIT + cold_offset)
@@ -656,11 +720,11 @@ def seal(
     values = tl.load(part.to(ELEMENT) + v_offsets, mask=(d < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
 
     part = cold
-    for CODEC in tl.static_range(5):
+    for CODEC in tl.static_range(CODEC_COUNT):
         if k_codec == CODEC:
             part = cold + _k_words(kv_heads, _name(CODEC), HEAD_DIM, GROUP)
-            _encode_keys(keys, d, cold, head, kv_heads, k_scale, _name(CODEC), HEAD_DIM, GROUP, CHANNELS)
-    for CODEC in tl.static_range(5):
+            _encode_keys(keys, d, cold, head, kv_heads, k_scales, _name(CODEC), HEAD_DIM, GROUP, CHANNELS)
+    for CODEC in tl.static_range(CODEC_COUNT):
         if v_codec == CODEC:
             _encode_values(values, d, part, head, kv_heads, v_scale, _name(CODEC), HEAD_DIM, GROUP, CHANNELS)
 

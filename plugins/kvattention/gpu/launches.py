@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvattention.gpu.schedule import group_heads, partial_rows
-from kvattention.gpu.variants import MOVE, MOVE_WORDS, Variant, check_supported, layer_variants, seal_variant
+from kvattention.gpu.variants import MOVE, MOVE_WORDS, Variant, layer_variants, seal_variant
 from kvattention.layout import UNIT_WORDS, LayerSpec
 
 Pointer = Any
@@ -40,7 +40,7 @@ class AttentionInputs:
     v: Pointer  # [T, Hkv, D] hot
     out: Pointer  # [T, Hq, D] hot
     arena: Pointer  # int64 [1]: the arena's address
-    scales: Pointer  # float32 [2, Hkv]: of K, of V
+    scales: Pointer  # float32 [Hkv, D + 1]: of K's channels, of V
     sequences: Pointer  # int32 [S, 4]
     table: Pointer  # int32 [S, B]
     appends: Pointer  # int32 [A, 4]
@@ -109,13 +109,8 @@ def layer_table(layers: Sequence[LayerSpec]) -> NDArray[np.int32]:
 
 
 def layer_scales(layers: Sequence[LayerSpec]) -> NDArray[np.float32]:
-    """e4m3 multipliers, float32 ``[L, 2, Hkv]``: of K, of V.
-
-    Raises ValueError for a layer that the kernels would misread.
-    """
-    for layer in layers:
-        check_supported(layer)
-    return np.stack([np.stack([layer.k_scales[:, 0], layer.v_scales]) for layer in layers])
+    """Multipliers of scaled codecs, float32 ``[L, Hkv, D + 1]``: of a head's K channels, then of its V."""
+    return np.stack([np.hstack([layer.k_scales, layer.v_scales[:, None]]) for layer in layers])
 
 
 def seal_launch(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from kvattention.codec import CODECS
 from kvattention.gpu.schedule import NARROW, WIDE, group_heads, narrow_rows, next_power_of_2, wide_rows
 from kvattention.layout import LayerSpec
 
@@ -20,9 +21,6 @@ Argument = tuple[str, str]
 
 SMS = (80, 86, 89, 90, 120)
 """NVIDIA architectures that every variant is compiled for: A100, A10 and RTX 30, L4 and RTX 40, H100, RTX 50."""
-
-COLD_CODECS = ("f16", "bf16", "e4m3", "int4", "int2")
-"""Codecs that the kernels read and write."""
 
 MOVE_WORDS = 4096
 """Words that one program of `move` copies."""
@@ -191,8 +189,9 @@ class Variant:
 def _variants(
     hot: str, k: str, v: str, head_dim: int, group_size: int, gqa: int, fp8_query: bool
 ) -> tuple[Variant, Variant, Variant, Variant]:
+    readers = CODECS[k].reader.name, CODECS[v].reader.name
     narrow, wide = (
-        Variant("attend", hot, k, v, head_dim, group_size, rows, fp8_query and k == v == "e4m3")
+        Variant("attend", hot, *readers, head_dim, group_size, rows, fp8_query and k == v == "e4m3")
         for rows in (narrow_rows(gqa), wide_rows(gqa))
     )
     append = Variant("append", hot, k, v, head_dim, group_size)
@@ -209,15 +208,6 @@ def layer_variants(layer: LayerSpec, heads: int, fp8_query: bool = False) -> tup
     return _variants(layer.hot.k.name, k, v, layer.head_dim, layer.group_size, gqa, fp8_query)
 
 
-def check_supported(layer: LayerSpec) -> None:
-    """Raises ValueError for a layer that the kernels would misread."""
-    for codec in (layer.cold.k, layer.cold.v):
-        if codec.name not in COLD_CODECS:
-            raise ValueError(f"codec {codec} is not in the GPU kernels; use one of {COLD_CODECS}")
-    if layer.cold.k.name == "e4m3" and (layer.k_scales != layer.k_scales[:, :1]).any():
-        raise ValueError("K scales differ between the channels of a head; the GPU kernels take one per KV head")
-
-
 @lru_cache(maxsize=64)
 def seal_variant(hot: str, head_dim: int, group_size: int) -> Variant:
     return Variant("seal", hot, head_dim=head_dim, group_size=group_size)
@@ -227,23 +217,27 @@ MOVE = Variant("move")
 
 
 def needed(layers: Sequence[LayerSpec], heads: int, fp8_query: bool = False) -> tuple[Variant, ...]:
-    """Every kernel that an engine of these layers launches, each once.
-
-    Raises ValueError for a layer that the kernels would misread.
-    """
+    """Every kernel that an engine of these layers launches, each once."""
     found: dict[Variant, None] = {}
     for layer in layers:
-        check_supported(layer)
         found.update(dict.fromkeys(layer_variants(layer, heads, fp8_query)))
         found[seal_variant(layer.hot.k.name, layer.head_dim, layer.group_size)] = None
     found[MOVE] = None
     return tuple(found)
 
 
+_COLD = (
+    *(("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8")),
+    *(("int4", "int4"), ("int2", "int2"), ("int4", "int2")),
+)
+"""(K, V) of the listed cold records that `attend` tells apart."""
+
+
 def _listed() -> Iterator[Variant]:
     for hot in ("f16", "bf16"):
         for head_dim in (64, 128, 256):
-            for k, v in ((hot, hot), ("e4m3", "e4m3"), ("int4", "int4"), ("int2", "int2"), ("int4", "int2")):
+            yield Variant("append", hot, "int2c", "int2", head_dim, 32)
+            for k, v in ((hot, hot), *_COLD):
                 yield Variant("append", hot, k, v, head_dim, 32)
                 for rows in (NARROW, WIDE) if head_dim < 256 else (NARROW,):
                     yield Variant("attend", hot, k, v, head_dim, 32, rows)

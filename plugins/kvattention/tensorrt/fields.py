@@ -18,7 +18,7 @@ from kvattention.layout import LayerSpec, RecordLayout
 
 PLUGIN_NAME = "PagedAttention"
 PLUGIN_NAMESPACE = "lowkv"
-PLUGIN_VERSION = "1"
+PLUGIN_VERSION = "2"
 """Raised whenever inputs, fields or what they mean change: an engine finds only the plugin it was built with."""
 
 FIELDS: dict[str, type[int] | type[float] | type[str]] = {
@@ -79,7 +79,7 @@ class PluginFields:
 
     @classmethod
     def from_layer(cls, index: int, layer: LayerSpec, heads: int, fp8_query: bool = False) -> PluginFields:
-        """The fields of a layer's ONNX node. e4m3 scales are an input of the plugin, not a field."""
+        """The fields of a layer's ONNX node. Scales are an input of the plugin, not a field."""
         return cls(
             layer=index,
             heads=heads,
@@ -110,7 +110,7 @@ class PluginFields:
 
     @cached_property
     def spec(self) -> LayerSpec:
-        """The layer, its e4m3 scales aside."""
+        """The layer, its scales aside."""
         hot = _codec("hot", self.hot)
         record = RecordLayout(hot, hot, self.kv_heads, self.head_dim, self.group_size)
         k, v = _codec("k_codec", self.k_codec), _codec("v_codec", self.v_codec)

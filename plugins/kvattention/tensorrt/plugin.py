@@ -87,7 +87,20 @@ def input_shapes(fields: PluginFields) -> tuple[tuple[int, ...], ...]:
     """Dimensions of each input, then of the output; -1 for those that vary."""
     q = (-1, fields.heads, fields.head_dim)
     kv = (-1, fields.kv_heads, fields.head_dim)
-    return q, kv, kv, (1,), (2, fields.kv_heads), (-1, 4), (-1, -1), (-1, 4), (-1, 8), (-1, 8), (-1, 4), q
+    return (
+        q,
+        kv,
+        kv,
+        (1,),
+        (fields.kv_heads, fields.head_dim + 1),
+        (-1, 4),
+        (-1, -1),
+        (-1, 4),
+        (-1, 8),
+        (-1, 8),
+        (-1, 4),
+        q,
+    )
 
 
 def check_shapes(fields: PluginFields, shapes: Sequence[Sequence[int]]) -> None:

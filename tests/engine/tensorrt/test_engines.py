@@ -243,7 +243,7 @@ def test_inspect_shows_a_tensorrt_engine(built: Path, capsys: pytest.CaptureFixt
     assert plain["lm_head"]["effective"] == "float32"
     assert [profile["name"] for profile in plain["profiles"]] == ["prefill", "decode"]
     assert {binding["name"] for binding in plain["inputs"]} >= {"tokens", "arena", "table"}
-    for words in ("SM89", "tensorrt_rtx 1.", "PagedAttention version 1, 2 instances, 6 kernels", "float32, stored as"):
+    for words in ("SM89", "tensorrt_rtx 1.", "PagedAttention version 2, 2 instances, 6 kernels", "float32, stored as"):
         assert words in text
     for words in ("plugin instance", "prefill, at most", "not available without a GPU", "? x 8"):
         assert words in text

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from kvattention import RaggedBatch, select
 from kvattention.gpu.schedule import DIRECT, make_schedule, pad_schedule
-from kvattention.tensorrt import FIELDS, INPUTS, PluginFields
+from kvattention.tensorrt import FIELDS, INPUTS, PLUGIN_VERSION, PluginFields
 from lowkv.engine.cpu import weights_bytes
 from lowkv.engine.progress import NoProgress
 from lowkv.engine.tensorrt import export
@@ -147,7 +147,7 @@ class PagedAttention(OpRun):
     def _run(self, q: Any, k: Any, v: Any, arena: Any, scales: Any, *lists: Any, **_: Any) -> tuple[Any]:
         values = {name: getattr(self, name) for name in FIELDS}
         fields = PluginFields.from_mapping(values)
-        spec = replace(fields.spec, k_scales=scales[0], v_scales=scales[1])
+        spec = replace(fields.spec, k_scales=scales[:, :-1], v_scales=scales[:, -1])
         batch = batch_from(*lists[:3], len(q), fields.group_size)
         words = np.ctypeslib.as_array((ctypes.c_int32 * Graph.arena_words).from_address(int(arena[0])))
         batch.check(fields.group_size, len(words))
@@ -354,7 +354,7 @@ def test_inputs_outputs_and_attention(exported: tuple[Checkpoint, Path], gpu_rec
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         values = {name: value.decode() if isinstance(value, bytes) else value for name, value in attributes.items()}
         assert values.pop("plugin_namespace") == "lowkv"
-        assert values.pop("plugin_version") == "1"
+        assert values.pop("plugin_version") == PLUGIN_VERSION
         assert set(values) == set(FIELDS)
         expected = PluginFields.from_layer(index, spec, checkpoint.config.heads, fp8_query=index == 0)
         assert PluginFields.from_mapping(values) == expected
@@ -366,9 +366,12 @@ def test_scales_of_fp8_keys_and_values_are_initializers(
 ) -> None:
     checkpoint, path = exported
     plan = CachePlan.from_config(checkpoint.config, gpu_recipe.kv_cache)
-    scales = [(np.array([0.5, 2.0], np.float32), np.array([3.0, 4.0 + layer], np.float32)) for layer in range(2)]
+    heads, channels = checkpoint.config.kv_heads, checkpoint.config.head_dim
+    rng = np.random.default_rng(0)
+    drawn = rng.uniform(1, 2, (2, heads, channels + 1)).astype(np.float32)
+    scales = [(layer[:, :-1], layer[:, -1]) for layer in drawn]
     other = export_onnx(checkpoint, checkpoint.config, plan, gpu_recipe, tmp_path / "model.onnx", NoProgress(), scales)
-    for file, expected in ((path, [np.ones((2, 2))] * 2), (other, [np.stack(pair) for pair in scales])):
+    for file, expected in ((path, np.ones(drawn.shape)), (other, drawn)):
         found = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(str(file)).graph.initializer}
         for layer in range(2):
             assert found[scales_name(layer)].dtype == np.float32
@@ -390,14 +393,6 @@ def test_quantized_products_are_standard_operators(exported: tuple[Checkpoint, P
         assert codes.data_type == onnx.TensorProto.INT4
         assert [size // 32 for size in codes.dims[:1]] == list(scales.dims[:1])
         assert codes.dims[1] == scales.dims[1]
-
-
-def test_k_scales_per_channel_are_refused(exported: tuple[Checkpoint, Path], gpu_recipe: Recipe) -> None:
-    plan = CachePlan.from_config(exported[0].config, gpu_recipe.kv_cache)
-    spec = plan.layer_specs()[0]
-    channels = np.linspace(1, 2, spec.k_scales.size, dtype=np.float32).reshape(spec.k_scales.shape)
-    with pytest.raises(LowkvError, match="no K scales per channel"):
-        export._kv_scales(replace(spec, k_scales=channels))
 
 
 @pytest.mark.slow

@@ -111,9 +111,13 @@ def test_seal_and_move() -> None:
     assert table.shape == (4, 8)
     assert table[:, 2:4].tolist() == [[0, 0], [2, 2], [3, 4], [4, 4]]
     assert table[1, :2].tolist() == [layers[1].hot_offset, layers[1].cold_offset]
+    layers = CASES["plan-channels"].layers()
     scales = layer_scales(layers)
-    assert scales.shape == (4, 2, 2)
-    np.testing.assert_array_equal(scales[2, 1], layers[2].v_scales)
+    assert (scales.shape, scales.dtype) == ((4, 2, 65), np.float32)
+    assert scales.flags.c_contiguous
+    for layer, stored in zip(layers, scales, strict=True):
+        np.testing.assert_array_equal(stored[:, :64], layer.k_scales)
+        np.testing.assert_array_equal(stored[:, 64], layer.v_scales)
     launch = move_launch(1, 2, 3, 16 * 300)
     assert launch.grid == (3, 2, 1)
     assert launch.arguments == (1, 2, 16 * 300)

@@ -23,6 +23,11 @@ class Mutation:
     fp8_query: bool = False
 
 
+SMALL = {
+    f"{k}-small": Case(f"{k}-small", ((k, v),), ((33,), (1,)), residual=0, gqa=2, scales="channel")
+    for k, v in (("int8", "int8"), ("e5m2", "e5m2"), ("int2c", "int2"))
+}
+
 MUTATIONS = (
     Mutation("none", "", "", "k4v2-border-33"),
     Mutation(
@@ -37,13 +42,23 @@ MUTATIONS = (
         "return tl.sum(codes << (32 - BITS - shifts)[None, None, :], 2)",
         "k4v2-border-33",
     ),
-    Mutation("k-scale", "k_scale *= tl.load(scales + head)", "k_scale *= tl.load(scales)", "e4m3-constant"),
+    Mutation("k-scale", "cold_scale *= highest * _bias", "cold_scale *= tl.load(scales) * _bias", "int8-small"),
     Mutation(
-        "v-scale",
-        "total *= tl.load(scales + kv_heads + head)",
-        "total *= tl.load(scales + head)",
-        "e4m3-constant",
+        "k-channels",
+        "tl.load(scales + d, mask=d < HEAD_DIM",
+        "tl.load(scales + (d ^ 1), mask=d < HEAD_DIM",
+        "int8-small",
     ),
+    Mutation(
+        "k-channels-written",
+        "tl.load(scales + d, mask=inside",
+        "tl.load(scales + (d ^ 1), mask=inside",
+        "int8-small",
+    ),
+    Mutation("v-scale", "total *= tl.load(scales + HEAD_DIM)", "total *= tl.load(scales + HEAD_DIM - 1)", "int8-small"),
+    Mutation("int8-offset", "values = values - 1152.0", "values = values - 1151.0", "int8-small"),
+    Mutation("e5m2-bits", "bits = codes << 8", "bits = codes << 7", "e5m2-small"),
+    Mutation("narrowed-range", "low + margin, span - 2.0 * margin", "low + margin, span - margin", "int2c-small"),
     Mutation(
         "params-swapped",
         "return scale.to(tl.float32), minimum.to(tl.float32)",
@@ -68,7 +83,9 @@ MUTATIONS = (
     Mutation("append-slot", "token = block * GROUP + g - past", "token = block * GROUP + g - past - 1", "int2-alone-5"),
     Mutation("gqa", "q_head = head * gqa + r % gqa", "q_head = r % gqa", "int2-gqa3"),
     Mutation("merge-rows", "slots = (row + part * stride + r)", "slots = (row + part + r)", "int2-together"),
-    Mutation("fp8-fit", "k_scales = k_scale / fit", "k_scales = k_scale * fit", "e4m3-constant", fp8_query=True),
+    Mutation(
+        "fp8-fit", "cold_scale = cold_scale / fit", "cold_scale = cold_scale * fit", "e4m3-constant", fp8_query=True
+    ),
 )
 
 
@@ -96,7 +113,7 @@ def test_the_table_notices(
     mutation: Mutation, tmp_path: Path, new_attention: Callable[..., GpuAttention], stage: SimpleNamespace
 ) -> None:
     attention = new_attention(mutation.fp8_query, kernels=broken_kernels(mutation, tmp_path))
-    case: Case = CASES[mutation.case]
+    case = (CASES | SMALL)[mutation.case]
     if mutation.name == "none":
         stage.check(attention, case)
         return

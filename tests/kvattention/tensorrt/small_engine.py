@@ -28,7 +28,7 @@ def attention_model(
     query, key = (hot, ["T", first.heads, first.head_dim]), (hot, ["T", first.kv_heads, first.head_dim])
     lists = {"sequences": ["S", 4], "table": ["S", "B"], "appends": ["A", 4], "narrow": ["W", 8], "wide": ["P", 8]}
     tensors: dict[str, Any] = {"q": query, "k": key, "v": key, "arena": (TENSOR.INT64, [1])}
-    tensors |= {"scales": (TENSOR.FLOAT, [2, first.kv_heads])}
+    tensors |= {"scales": (TENSOR.FLOAT, [first.kv_heads, first.head_dim + 1])}
     tensors |= {name: (TENSOR.INT32, dims) for name, dims in (lists | {"merges": ["C", 4]}).items()}
     tensors |= inputs or {}
     nodes, q = [], "q"

@@ -19,12 +19,11 @@ from kvattention.cases import CASES, Playback, Step
 from kvattention.gpu.attention import Arena, GpuAttention
 from kvattention.gpu.compile import Cubin, write_cubins, write_index
 from kvattention.gpu.driver import ContextLaunchers, DeviceArray, DriverDevice
-from kvattention.gpu.goldens import missing
 from kvattention.gpu.launches import Launch, layer_scales
 from kvattention.gpu.schedule import make_schedule
 from kvattention.gpu.variants import Variant, layer_variants, needed
 from kvattention.layout import LayerSpec
-from kvattention.tensorrt import INPUTS, PluginFields, register
+from kvattention.tensorrt import INPUTS, PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, PluginFields, register
 from kvattention.tensorrt.fields import fields_to_collection
 
 STREAM = 0x5EED
@@ -60,7 +59,7 @@ class RecordingDevice:
 
 def creator(trt: Any, launcher: Any) -> Any:
     register(trt, None, launcher)
-    return trt.get_plugin_registry().get_creator("PagedAttention", "1", "lowkv")
+    return trt.get_plugin_registry().get_creator(PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE)
 
 
 def make(trt: Any, layer: LayerSpec, heads: int, fp8_query: bool, launcher: Any) -> Any:
@@ -126,7 +125,7 @@ def no_goldens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_goldens")
-@pytest.mark.parametrize("case", [c for c in CASES.values() if not missing(c)], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_the_launches_are_those_of_gpu_attention(trt: ModuleType, case: Any):
     playback = Playback(case)
     for step in playback:

@@ -24,12 +24,12 @@ FIELDS = [PluginFields.from_layer(index, layer, CASE.heads) for index, layer in 
 def test_the_order_of_inputs_is_fixed():
     """Engines are built with it: changing it means a new PLUGIN_VERSION."""
     names = "q k v arena scales sequences table appends narrow wide merges"
-    assert PLUGIN_VERSION == "1"
+    assert PLUGIN_VERSION == "2"
     assert list(INPUTS) == names.split()
 
 
 def registered(trt: Any) -> Any:
-    return trt.get_plugin_registry().get_creator(PLUGIN_NAME, "1", PLUGIN_NAMESPACE)
+    return trt.get_plugin_registry().get_creator(PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE)
 
 
 def make(trt: Any, fields: PluginFields = FIELDS[2]) -> Any:
@@ -73,7 +73,7 @@ def test_a_plugin_equals_itself_after_serialization(trt: ModuleType, fields: Plu
     again = registered(trt).create_plugin("again", serialized, trt.TensorRTPhase.RUNTIME)
     assert again.fields == fields
     assert again.clone().fields == fields
-    assert (again.plugin_name, again.plugin_namespace, again.plugin_version) == ("PagedAttention", "lowkv", "1")
+    assert (again.plugin_name, again.plugin_namespace, again.plugin_version) == ("PagedAttention", "lowkv", "2")
     assert again.num_outputs == 1
 
 
@@ -98,7 +98,8 @@ def test_nodes_with_wrong_attributes_are_not_parsed(
     [
         ("arena", ("INT32", [1]), "arena is INT32, expected INT64"),
         ("q", ("FLOAT", ["T", 6, 64]), "q is FLOAT, expected HALF"),
-        ("scales", ("FLOAT16", [2, 2]), "scales is HALF, expected FLOAT"),
+        ("scales", ("FLOAT16", [2, 65]), "scales is HALF, expected FLOAT"),
+        ("scales", ("FLOAT", [2, 2]), "scales is (2, 2), expected (2, 65)"),
         ("k", ("FLOAT16", ["T", 3, 64]), r"k is (-1, 3, 64), expected (-1, 2, 64)"),
         ("arena", ("INT64", [2]), r"arena is (2,), expected (1,)"),
         ("narrow", ("INT32", ["W", 4]), r"narrow is (-1, 4), expected (-1, 8)"),
@@ -152,7 +153,7 @@ def test_other_versions_live_side_by_side(trt: ModuleType):
     try:
         assert not registry.register_creator(creator_class(trt)(version="2"), PLUGIN_NAMESPACE)
         assert registry.get_creator(PLUGIN_NAME, "2", PLUGIN_NAMESPACE) is second
-        assert registered(trt).plugin_version == "1"
+        assert registered(trt).plugin_version == PLUGIN_VERSION
     finally:
         registry.deregister_creator(second)
 
