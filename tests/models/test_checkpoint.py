@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -57,7 +63,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen2", "qwen3", "gemma3"])
 def test_decoder_weights_are_those_that_the_decoder_names(tiny_model: TinyModels, name: str) -> None:
     checkpoint = open_checkpoint(tiny_model(name).folder)
     made = {key: tuple(tensor.shape) for key, tensor in decoder_weights(checkpoint, torch.float32, torch.float32)}
@@ -146,7 +152,9 @@ def write_gguf(
 ) -> None:
     """The tiny model as llama.cpp's converter writes it: its names, its Q/K row order, quantized matrices."""
     config = tiny.reference.config
-    writer = gguf.GGUFWriter(path, config.model_type)
+    gemma = config.model_type == "gemma3_text"
+    names = GGUF_NAMES | (GEMMA_NORMS if gemma else {})
+    writer = gguf.GGUFWriter(path, "gemma3" if gemma else config.model_type)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -155,7 +163,13 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim if hasattr(config, "head_dim") else 16)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if gemma:
+        writer.add_value_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["full_attention"]["factor"])
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors)
@@ -169,11 +183,13 @@ def write_gguf(
         if permute and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
             array = array.reshape(heads, 2, -1, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
+        if gemma and stem.endswith("norm"):
+            array = array + np.float32(1)
         if array.ndim == 2:
             array = gguf.quantize(np.ascontiguousarray(array), kind)
-            writer.add_tensor(f"{layer}{GGUF_NAMES[stem]}.{suffix}", array, raw_dtype=kind)
+            writer.add_tensor(f"{layer}{names[stem]}.{suffix}", array, raw_dtype=kind)
         else:
-            writer.add_tensor(f"{layer}{GGUF_NAMES[stem]}.{suffix}", array)
+            writer.add_tensor(f"{layer}{names[stem]}.{suffix}", array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -191,6 +207,18 @@ def test_a_gguf_file_gives_the_weights_of_the_folder_it_was_made_from(
         assert getattr(config, field) == getattr(original, field)
     expected, got = weights(tiny.folder), weights(path)
     assert all(torch.equal(got[key], expected[key]) for key in expected)
+
+
+def test_a_gguf_file_of_gemma_3(tiny_model: TinyModels, tmp_path: Path) -> None:
+    tiny, path = tiny_model("gemma3"), tmp_path / "model.gguf"
+    write_gguf(tiny, path, gguf.GGMLQuantizationType.F32, permute=False)
+    config, original = open_checkpoint(path).config, open_checkpoint(tiny.folder).config
+    # Its GGUF files hold no scale of scores (see `ModelConfig.from_gguf`) and no special tokens here.
+    assert config == replace(original, query_scalar=None, bos=None, eos=())
+    expected, got = weights(tiny.folder), weights(path)
+    assert got.keys() == expected.keys()
+    for key in expected:  # 1 is added, subtracted and added again to norms
+        torch.testing.assert_close(got[key], expected[key], rtol=0, atol=2e-7)
 
 
 @pytest.mark.parametrize(
