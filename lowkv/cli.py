@@ -569,6 +569,57 @@ def tune(
 
 
 @app.command()
+def study(
+    recipe: Annotated[Path, typer.Argument(help="A recipe's YAML file: its model is studied.", show_default=False)],
+    tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 2048,
+    limit: Annotated[
+        float | None,
+        typer.Option(help="Perplexity over FP16's that a plan may cost.", show_default="the recipe's, or 1.02"),
+    ] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="A text file; may be given again.", show_default="Wikipedia articles")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of page, figures and records.", show_default="reports/study-RECIPE'S NAME"),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
+) -> None:
+    """What a model's keys and values look like, what every way to quantize them costs, and which plan to choose.
+
+    KIVI's axes, residual and sink, group sizes, 8-bit scales; simulated, and with the serving kernels where a format
+    serves it. What is measured is kept: a study that was stopped goes on where it was.
+
+    \b
+    lowkv study build/recipes/smollm2-kivi2.yaml
+    lowkv study my.yaml --tokens 4096 --limit 1.01 --out reports/my-study
+    """
+    from lowkv.evaluation.quality import Documents
+    from lowkv.recipe import load_recipe
+    from lowkv.study.command import CSV, JSON, PAGE, run
+    from lowkv.study.measuring import Request
+    from lowkv.study.rows import caption, tables
+    from lowkv.terminal import StageProgress
+
+    loaded = load_recipe(recipe)
+    folder = Path("reports") / f"study-{loaded.name}" if out is None else out
+    documents = None
+    if text is not None:
+        documents = Documents(tuple(_text(path) for path in text), ", ".join(path.name for path in text))
+    _stop_in_order()
+    with StageProgress() as progress:
+        report = run(loaded, Request(tokens, documents, limit), folder, fresh=fresh, progress=progress)
+    console = _console()
+    for table in tables(report):
+        console.print(table)
+    print(caption(report))
+    for sentence in [*report["remarks"], "", *report["choice"]["words"]]:
+        print(sentence)
+    print(f"\n{report['choice']['kv_cache']}\n")
+    print(f"written: {folder / PAGE}, {JSON} and {CSV}")
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of records and report.")] = Path("reports/demo"),
     workload: Annotated[
