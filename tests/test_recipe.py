@@ -42,9 +42,12 @@ def test_every_recipe_of_the_project_loads(root: Path) -> None:
     paths = sorted((root / "build" / "recipes").glob("*.yaml"))
     recipes = {path.stem: load_recipe(path) for path in paths}
     cpu = {stem: recipe for stem, recipe in recipes.items() if recipe.target == "cpu"}
-    assert set(cpu) == {f"smollm2-{name}" for name in ("fp16", "fp8", "k4v2", "kivi2", "kivi4")}
+    smollm2 = ("fp16", "fp8", "k4v2", "k4v2plus", "kivi2", "kivi2plus", "kivi4")
+    gemma3 = ("fp16", "fp8", "k4v2plus", "kivi2")
+    of_one_format = {f"smollm2-{name}" for name in smollm2} | {f"gemma3-270m-{name}" for name in gemma3}
+    assert set(cpu) == of_one_format | {"smollm2"}
     assert all(recipe.name == recipe.triton.model_name == stem for stem, recipe in recipes.items())
-    assert all(stem == f"smollm2-{recipe.kv_cache.format}" for stem, recipe in cpu.items())
+    assert all(stem.rpartition("-")[2] == cpu[stem].kv_cache.format for stem in of_one_format)
     # The formats are compared at one and the same budget.
     assert len({recipe.kv_cache.budget for recipe in cpu.values()}) == 1
 

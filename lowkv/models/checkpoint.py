@@ -304,12 +304,21 @@ class WeightsFormat:
             checkpoint: whose tensors they are: a quantized one may keep its own forms. None: one in floating point.
 
         Raises:
-            LowkvError: the model's matrices do not divide into the format's groups, or the checkpoint is quantized in
-                another form.
+            LowkvError: the model's matrices do not divide into the format's groups, the checkpoint is quantized in
+                another form, or the model does not compute in this dtype.
         """
+        import torch
+
         from lowkv.models.decoder import MATRICES, weight_shapes
         from lowkv.models.quantized import MatrixForm
 
+        if self.dtype == torch.float16 and not config.fits_float16:
+            raise LowkvError(
+                "this model's activations grow beyond 65,504, where float16 ends: its answers would be NaN",
+                got="weights.dtype float16",
+                expected="bfloat16 or float32",
+                fix="set weights.dtype: bfloat16, and kv_cache.model_dtype: bfloat16 on a GPU",
+            )
         kept = {} if checkpoint is None else kept_forms(checkpoint, self.quantization)
         if not kept:
             self.quantization.check(config)

@@ -191,6 +191,14 @@ class ModelConfig:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
+    @property
+    def fits_float16(self) -> bool:
+        """Whether activations stay within float16's range.
+
+        What norms let into the residual stream at full size adds up: Gemma 3 270M's reaches 104,000 on plain text.
+        """
+        return not self.post_norms
+
     def head_count(self) -> int:
         """Parameters of the logits projection, hidden x vocab (the embedding itself when tied)."""
         return self.hidden * self.vocab

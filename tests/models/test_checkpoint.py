@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowkv.errors import LowkvError
-from lowkv.models.checkpoint import check_tensors, decoder_weights, open_checkpoint
+from lowkv.models.checkpoint import WeightsFormat, check_tensors, decoder_weights, open_checkpoint
 from lowkv.models.decoder import weight_shapes
 from lowkv.models.gguf_file import GgufFile
+from lowkv.models.quantized import Quantization
 
 TinyModels = Callable[[str], Any]
 
@@ -111,6 +112,14 @@ def test_harmless_extras_are_left_out(folder: Path) -> None:
         ),
     )
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(folder).items())
+
+
+def test_a_body_that_overflows_float16_is_refused(tiny_model: TinyModels) -> None:
+    config = open_checkpoint(tiny_model("gemma3").folder).config
+    weights = WeightsFormat(torch.bfloat16, torch.float32, Quantization())
+    assert weights.layout(config)["norm"][1] == torch.bfloat16
+    with pytest.raises(LowkvError, match=r"beyond 65,504.*set weights\.dtype: bfloat16"):
+        replace(weights, dtype=torch.float16).layout(config)
 
 
 def test_quantized_tensors_are_refused(folder: Path) -> None:

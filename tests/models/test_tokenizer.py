@@ -170,6 +170,47 @@ def test_rules_that_differ_beyond_splitting() -> None:
     assert normalized.decode(normalized.encode(decomposed)) == "\u00e9"
 
 
+def sentencepiece_vocabulary(**more: Any) -> Any:
+    """Pieces with scores, as Gemma's: a smaller score is a later merge."""
+    pieces = ["▁", "a", "b", "c", "▁a", "ab", "bc", "▁ab", "\n"]
+    scores = [-9.0, -9.0, -9.0, -9.0, -2.0, -3.0, -1.0, -4.0, -9.0]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "   ", "<turn>", *bytes_, *pieces]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-1000.0] * 4 + [0.0] * 258 + scores,
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, 4, 3] + [6] * 256 + [1] * len(pieces),
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    return SimpleNamespace(path=Path("model.gguf"), metadata=metadata | more)
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("abc", ["a", "bc"]),  # bc has the better score, though ab comes first
+        ("ab", ["ab"]),
+        (" ab", ["▁ab"]),
+        (" abc", ["▁a", "bc"]),
+        ("a   b", ["a", "   ", "b"]),  # a run of spaces is a piece that nothing merges with
+        ("a  b", ["a", "▁", "▁", "b"]),
+        ("é", ["<0xC3>", "<0xA9>"]),
+        ("b<turn>\na", ["b", "<turn>", "\n", "a"]),
+    ],
+)
+def test_a_sentencepiece_vocabulary_becomes_a_tokenizer(text: str, pieces: list[str]) -> None:
+    vocabulary = sentencepiece_vocabulary()
+    tokenizer = tokenizer_of(vocabulary)
+    tokens = vocabulary.metadata["tokenizer.ggml.tokens"]
+    assert [tokens[index] for index in tokenizer.encode(text)] == ["<bos>", *pieces]
+    assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
+
+
 def test_a_bos_token_is_added_if_the_file_says_so() -> None:
     vocabulary = gguf_vocabulary("llama-bpe", **{"tokenizer.ggml.add_bos_token": True})
     tokenizer = tokenizer_of(vocabulary)
