@@ -519,7 +519,7 @@ def tune(
         Path | None, typer.Option(help="The recipe to write.", show_default="RECIPE'S NAME-BITSbit.yaml")
     ] = None,
     formats: Annotated[
-        str | None, typer.Option(help="Choose from these.", show_default="all of 2 and 4 bits that the target has")
+        str | None, typer.Option(help="Choose from these.", show_default="kivi4,k4v2plus,kivi2plus")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens that each layer is measured on in each format.")] = 1024,
     held_out: Annotated[int, typer.Option(min=2, help="Tokens of other text that whole plans are judged on.")] = 8192,

@@ -76,7 +76,7 @@ class Space:
         Raises LowkvError when the smallest format takes more, or every layer may have the largest.
         """
         low, high = (find(self._uniform, key=CachePlan.effective_bits) for find in (min, max))
-        if bits < low.effective_bits():
+        if not bits >= low.effective_bits():  # nor is nan
             raise LowkvError(
                 "no plan of these formats is so small",
                 got=f"--bits {bits:g}",

@@ -31,7 +31,8 @@ def _verdict(tuning: Tuning, rival: Judged) -> str:
     if gain.high < 0 or gain.low > 0:
         part = abs(gain.value) / rival.held_out.divergence.value
         word = "less" if gain.value < 0 else "more"
-        return f"The tuned plan ({tuned.bits:.2f} bits) diverges {part:.0%} {word} than {name}: {difference}."
+        advice = "; take that one" if gain.low > 0 and rival.bits <= tuned.bits else ""
+        return f"The tuned plan ({tuned.bits:.2f} bits) diverges {part:.0%} {word} than {name}: {difference}{advice}."
     advice = "; the simpler plan is as good" if rival.bits <= tuned.bits else ""
     return f"The tuned plan ({tuned.bits:.2f} bits) cannot be told from {name}: {difference}{advice}."
 

@@ -195,6 +195,7 @@ def test_candidates_are_one_for_each_pair_of_bits(recipe: Path, checkpoint: Path
     ("cache", "request_", "message"),
     [
         ({}, {"bits": 1.5}, r"so small.*at least 3\.50"),
+        ({}, {"bits": float("nan")}, r"so small.*got '--bits nan'"),
         ({}, {"bits": 9.0}, r"every layer can have the largest.*at most 5\.50"),
         ({"overrides": {1: "kivi4"}}, {}, "has a plan already"),
         ({"skip_layers": ("0-3",)}, {}, "names every layer"),
