@@ -18,6 +18,7 @@ from lowkv.recipe import (
     KVCacheConfig,
     ModelSource,
     Recipe,
+    ScalesConfig,
     ServingConfig,
     TensorRTConfig,
     WeightsConfig,
@@ -33,6 +34,8 @@ KV_CACHES: dict[str, dict[str, Any]] = {
     "int4-kivi2": {"format": "kivi2"},
     "fp8-query": {"format": "fp8", "fp8_query": True},
     "fp8-weights": {"format": "fp8"},
+    "fp8-channels": {"format": "fp8", "scales": ScalesConfig("random", "channel", tokens=64)},
+    "kivi2plus": {"format": "kivi2plus"},
 }
 
 QUANTIZATIONS: dict[str, Any] = {"int4-kivi2": "int4", "fp8-weights": "fp8"}

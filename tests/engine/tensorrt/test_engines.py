@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvattention.gpu.compile import KernelSet
+from kvattention.gpu.launches import layer_scales
 from kvattention.gpu.variants import needed
-from kvattention.tensorrt import libraries
+from kvattention.tensorrt import INPUTS, libraries, register
 from lowkv.cli import main
 from lowkv.engine import EngineDir, build_engine
 from lowkv.engine.directory import MANIFEST, VARYING
@@ -164,6 +166,43 @@ def test_keep_onnx(recipe: Recipe, tmp_path: Path) -> None:
     before = (engine.path / PLAN).stat().st_mtime_ns
     assert build_engine(recipe, tmp_path / "engine").path == engine.path
     assert (engine.path / PLAN).stat().st_mtime_ns == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "codecs"), [("kivi2plus", ("int2c", "int2")), ("fp8-channels", ("e4m3", "e4m3"))])
+def test_narrowed_ranges_and_scales_per_channel_are_built_in(
+    name: str, codecs: tuple[str, str], tensorrt_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    engine = build_engine(tensorrt_recipe(name), tmp_path / "engine", keep_onnx=True)
+    assert engine.report is not None
+    fields = [layer["fields"] for layer in engine.report["attention"]]
+    assert [(layer["k_codec"], layer["v_codec"]) for layer in fields] == [codecs] * 2
+    specs = engine.cache_plan.layer_specs(None if engine.scales is None else engine.scales.layers)
+    kernels = KernelSet.open(engine.path / KERNELS, 89)
+    assert set(kernels.names) == {variant.name for variant in needed(specs, engine.model_config.heads)}
+    values = _scales_in_network(engine.path / ONNX)
+    assert values.shape == (2, 2, 16 + 1)  # layers, KV heads, K's channels and V
+    np.testing.assert_array_equal(values, layer_scales(specs))
+    assert (np.ptp(values[..., :-1], axis=2) > 0).all() == (name == "fp8-channels")
+
+
+def _scales_in_network(path: Path) -> np.ndarray:
+    """What the plugins of the parsed network are given, a layer after the other."""
+    trt = libraries.import_tensorrt()
+    register(trt, None)
+    logger = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    assert parser.parse_from_file(str(path))
+    layers = [network.get_layer(index) for index in range(network.num_layers)]
+    constants = {}
+    for layer in layers:
+        if layer.type == trt.LayerType.CONSTANT:
+            layer.__class__ = trt.IConstantLayer
+            constants[layer.get_output(0).name] = layer
+    given = [layer.get_input(INPUTS.index("scales")) for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
+    return np.stack([np.array(constants[tensor.name].weights).reshape(tuple(tensor.shape)) for tensor in given])
 
 
 def test_only_tensorrt_engines_have_an_onnx_file(recipe: Recipe, tmp_path: Path) -> None:

@@ -148,11 +148,12 @@ def test_registering_again_changes_nothing(trt: ModuleType):
 
 def test_other_versions_live_side_by_side(trt: ModuleType):
     registry = trt.get_plugin_registry()
-    second = creator_class(trt)(version="2")
+    other = f"{PLUGIN_VERSION}-other"
+    second = creator_class(trt)(version=other)
     assert registry.register_creator(second, PLUGIN_NAMESPACE)
     try:
-        assert not registry.register_creator(creator_class(trt)(version="2"), PLUGIN_NAMESPACE)
-        assert registry.get_creator(PLUGIN_NAME, "2", PLUGIN_NAMESPACE) is second
+        assert not registry.register_creator(creator_class(trt)(version=other), PLUGIN_NAMESPACE)
+        assert registry.get_creator(PLUGIN_NAME, other, PLUGIN_NAMESPACE) is second
         assert registered(trt).plugin_version == PLUGIN_VERSION
     finally:
         registry.deregister_creator(second)
@@ -160,7 +161,7 @@ def test_other_versions_live_side_by_side(trt: ModuleType):
 
 def test_someone_elses_plugin_of_the_same_name_is_refused(trt: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvattention.tensorrt.plugin._registered", {})
-    with pytest.raises(RuntimeError, match=r"already has a plugin lowkv::PagedAttention of version 1"):
+    with pytest.raises(RuntimeError, match=rf"already has a plugin lowkv::PagedAttention of version {PLUGIN_VERSION}"):
         register(trt, None)
 
 
