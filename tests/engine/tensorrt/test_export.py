@@ -79,6 +79,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3-norms": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "sliding_window": 40,
+        "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "query_pre_attn_scalar": 24,
+    },
 }
 """Every property of `ModelConfig` that changes the graph."""
 
@@ -261,21 +269,29 @@ def test_the_graph_computes_what_the_decoder_computes(checkpoints: Any, name: st
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head", "kv", "weights", "most"),
+    ("name", "dtype", "head", "kv", "weights", "most"),
     [
-        ("float16", "float32", MIXED, {}, 0.02),
-        ("float16", "float16", {}, {}, 0.02),
-        ("bfloat16", "float32", {"model_dtype": "bfloat16"}, {}, 0.15),
-        ("float16", "float32", {}, {"quantization": "int4", "group_size": 32}, 0.02),
-        ("float16", "float16", MIXED, {"quantization": "fp8"}, 0.06),
+        ("llama", "float16", "float32", MIXED, {}, 0.02),
+        ("llama", "float16", "float16", {}, {}, 0.02),
+        ("llama", "bfloat16", "float32", {"model_dtype": "bfloat16"}, {}, 0.15),
+        ("llama", "float16", "float32", {}, {"quantization": "int4", "group_size": 32}, 0.02),
+        ("llama", "float16", "float16", MIXED, {"quantization": "fp8"}, 0.06),
+        ("gemma3", "bfloat16", "float32", {"model_dtype": "bfloat16"}, {}, 0.15),
     ],
 )
 def test_in_16_bit(
-    checkpoints: Any, dtype: str, head: str, kv: dict[str, Any], weights: dict[str, Any], most: float, tmp_path: Path
+    checkpoints: Any,
+    name: str,
+    dtype: str,
+    head: str,
+    kv: dict[str, Any],
+    weights: dict[str, Any],
+    most: float,
+    tmp_path: Path,
 ) -> None:
     # Each of some 30 operations on the way rounds to 2^-11 (bfloat16: 2^-8), in another order than Torch's. A key that
     # falls to the other side of a 2-bit step, or an input that rounds to another FP8 number (2^-4), adds to that.
-    error = largest_error(checkpoints("llama"), recipe_of(dtype, head, kv, **weights), tmp_path)
+    error = largest_error(checkpoints(name), recipe_of(dtype, head, kv, **weights), tmp_path)
     assert error < most
 
 
