@@ -49,10 +49,13 @@ class Side:
     def kind(self) -> Codec:
         return CODECS[self.codec]
 
-    def bits(self, group_size: int) -> float:
+    def bits(self, group_size: int, head_dim: int) -> float:
         """Bits of a stored value, its share of the parameters included."""
-        shared = group_size if self.axis == "channel" else VALUES_PER_PARAM
-        return self.kind.bits + (32 / shared if self.kind.grouped else 0)
+        if not self.kind.grouped:
+            return self.kind.bits
+        per_channel = 32 / group_size
+        per_token = 32 * -(-head_dim // VALUES_PER_PARAM) / head_dim
+        return self.kind.bits + (per_channel if self.axis == "channel" else per_token)
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,9 @@ class Configuration:
     def scaled(self) -> bool:
         return bool(self.granularity)
 
-    @property
-    def bits(self) -> float:
+    def bits(self, head_dim: int) -> float:
         """Bits per cold value, parameters included."""
-        return (self.k.bits(self.group_size) + self.v.bits(self.group_size)) / 2
+        return (self.k.bits(self.group_size, head_dim) + self.v.bits(self.group_size, head_dim)) / 2
 
     @property
     def label(self) -> str:

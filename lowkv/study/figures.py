@@ -172,6 +172,8 @@ def _figure(height: float) -> Figure:
 
 def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    figure.savefig(
+        buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    )
     text = buffer.getvalue()
     return text[text.index("<svg") :]  # without the XML declaration, which has no place inside a page

@@ -97,7 +97,7 @@ def study(recipe: Recipe, request: Request, records: Records, progress: Progress
     entries, plans = {}, []
     for one in everything:
         simulated, served = outcome(one, "simulated"), outcome(one, "served")
-        entry = _entry(one, simulated["errors"]) | {
+        entry = _entry(one, config.head_dim, simulated["errors"]) | {
             "simulated": figures(simulated, outcome(base, "simulated"), tokens),
             "served": None,
             "bits_at_length": None,
@@ -228,12 +228,12 @@ def _key(inputs: _Inputs, one: Configuration | None, way: str) -> str:
     return key_of(study=dict(inputs.identity), way=way, **extra)
 
 
-def _entry(one: Configuration, errors: Mapping[str, list[float]]) -> dict[str, Any]:
+def _entry(one: Configuration, head_dim: int, errors: Mapping[str, list[float]]) -> dict[str, Any]:
     return {
         "label": one.label,
         "format": one.row.name if one.row else None,
         "settings": one.to_mapping(),
-        "bits": one.bits,
+        "bits": one.bits(head_dim),
         "errors": {part: float(np.mean(layers)) for part, layers in errors.items()},
         "errors_by_layer": {part: [float(f"{error:.4g}") for error in layers] for part, layers in errors.items()},
     }

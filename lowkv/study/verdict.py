@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from lowkv.evaluation.intervals import Interval
@@ -16,7 +17,10 @@ from lowkv.study.configurations import grouped
 from lowkv.study.outcomes import Outcome, ratio
 
 OUTLIER = 4.0
-"""A channel that is on average so many times its head's median channel stands out."""
+"""A channel stands out that is, by mean magnitude, so many times its head's median channel."""
+
+NEGLIGIBLE = 0.001
+"""Perplexities closer than this are taken for equal, however sure the difference is."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ def choose(plans: Sequence[Plan], limit: float, length: int, baseline: str) -> d
 def orderings(outcomes: Mapping[str, Outcome], tokens: int) -> list[dict[str, Any]]:
     """KIVI's claims (arXiv 2402.02750, section 3.2), each as one perplexity over another on the same text.
 
-    `holds` when the whole interval says so, `reversed` when it says the contrary, `open` otherwise.
+    `holds` when the whole interval says so, `reversed` when it says the contrary, `open` otherwise, and where the
+    difference is negligible.
     """
     found = []
     for bits in (2, 4):
@@ -89,6 +94,8 @@ def orderings(outcomes: Mapping[str, Outcome], tokens: int) -> list[dict[str, An
         for part, beside, better, worse in pairs:
             cost = ratio(outcomes[worse.name], outcomes[better.name], tokens)
             verdict = "holds" if cost.low > 1 else "reversed" if cost.high < 1 else "open"
+            if abs(cost.value - 1) < NEGLIGIBLE:
+                verdict = "open"
             first, second = ("channel", "token") if part == "K" else ("token", "channel")
             found.append(
                 {
@@ -107,7 +114,12 @@ def remarks(
     statistics: Mapping[str, Any], ordered: Sequence[Mapping[str, Any]], entries: Mapping[str, Any]
 ) -> list[str]:
     """What the figures say about the model, a sentence each."""
-    return [_about_outliers(statistics), *_about_orderings(ordered), *_about_ablations(entries)]
+    return [
+        _about_outliers(statistics),
+        *_about_orderings(ordered),
+        _about_values(entries),
+        *_about_ablations(entries),
+    ]
 
 
 def _about_outliers(statistics: Mapping[str, Any]) -> str:
@@ -115,9 +127,23 @@ def _about_outliers(statistics: Mapping[str, Any]) -> str:
     for part in ("k", "v"):
         outliers = [layer["outlier"] for layer in statistics[part]]
         layer = max(range(len(outliers)), key=outliers.__getitem__)
-        kind = "outlier channels" if outliers[layer] >= OUTLIER else "no channel that stands out"
-        said.append(f"{part.upper()} has {kind}: at most {outliers[layer]:.1f} times the median (layer {layer})")
+        usual = median(outliers)
+        kind = "outlier channels" if usual >= OUTLIER else "no channels that stand out"
+        said.append(
+            f"{part.upper()} has {kind}: the largest is {usual:.1f} times its head's median channel "
+            f"in the median layer, at most {outliers[layer]:.1f} (layer {layer})"
+        )
     return "; ".join(said) + "."
+
+
+def _about_values(entries: Mapping[str, Any]) -> str:
+    """Why V goes the other way: its own error says the contrary of attention's."""
+    token, channel = (entries[grouped(2, 2, "channel", axis).name]["errors"] for axis in ("token", "channel"))
+    own = f"V itself is off by {token['v']:.3f} per token and {channel['v']:.3f} per channel at 2 bits"
+    output = f"attention's output by {token['output']:.3f} and {channel['output']:.3f}"
+    if channel["v"] < token["v"] and token["output"] < channel["output"]:
+        return f"{own}, but {output}: what attention picks is few tokens, and per token their errors stay their own."
+    return f"{own}, {output} (K per channel)."
 
 
 def _about_orderings(ordered: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -139,10 +165,12 @@ def _about_ablations(entries: Mapping[str, Any]) -> list[str]:
         cost(residual_length=r, sink_tokens=s) for r, s in ((0, 0), (128, 0), (0, 32), (128, 32))
     )
     fine, coarse = cost(group_size=32, residual_length=128), cost(group_size=128, residual_length=128)
-    larger = "the sink" if sink < residual else "the residual"
+    larger = "the sink buys more" if sink < residual else "the residual buys more"
+    if abs(sink - residual) < NEGLIGIBLE:
+        larger = "they buy as much"
     parts = f"a residual of 128 makes that {residual:.3f}, a sink of 32 {sink:.3f}, both {both:.3f}"
     return [
-        f"At 2 bits without residual and sink perplexity is {least:.3f} times as large; {parts}: {larger} buys more.",
+        f"At 2 bits without residual and sink perplexity is {least:.3f} times as large; {parts}: {larger}.",
         f"Groups of 128 tokens instead of 32 take it from {fine:.3f} to {coarse:.3f} (R 128, no sink).",
     ]
 

@@ -37,6 +37,12 @@ def test_a_study_from_beginning_to_end(
     monkeypatch: pytest.MonkeyPatch,
     interruptible: None,
 ) -> None:
+    def study(*further: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(["study", *arguments, *further])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
     monkeypatch.chdir(tmp_path)
     simulate: Callable[..., object] = Bench.simulate
 
@@ -47,15 +53,13 @@ def test_a_study_from_beginning_to_end(
 
     with monkeypatch.context() as stopping:
         stopping.setattr(Bench, "simulate", until_the_third)
-        with pytest.raises(SystemExit) as ended:
-            main(["study", *arguments])
-        assert ended.value.code == 130
+        assert study() == 130
     folder = Path("reports/study-tiny")
     kept = (folder / "records.jsonl").read_text()
     assert kept.count("\n") == 6  # statistics, the baseline both ways, two pairs of axes, of which one is served
     assert not (folder / "study.html").exists()
 
-    main(["study", *arguments])
+    assert study() == 0
     out = capsys.readouterr().out
     report = json.loads((folder / "study.json").read_text())
     everything = report["configurations"]
@@ -64,7 +68,7 @@ def test_a_study_from_beginning_to_end(
     for entry in everything.values():
         if entry["served"] is not None:  # one code in a few thousand may be another: a sum was rounded otherwise
             assert entry["served"]["ratio"]["value"] == pytest.approx(entry["simulated"]["ratio"]["value"], abs=2e-4)
-    by_rows = list(csv.DictReader((folder / "study.csv").open()))
+    by_rows = list(csv.DictReader((folder / "study.csv").read_text().splitlines()))
     assert [row["name"] for row in by_rows] == list(everything)
     page = (folder / "study.html").read_text()
     assert page.count("<svg") == 6
@@ -74,7 +78,7 @@ def test_a_study_from_beginning_to_end(
     assert report["choice"]["kv_cache"] in out
 
     monkeypatch.setattr("lowkv.study.bench.load_decoder", lambda *_: pytest.fail("a model was loaded"))
-    main(["study", *arguments])
+    assert study() == 0
     assert capsys.readouterr().out == out
     with pytest.raises(pytest.fail.Exception):
         main(["study", *arguments, "--fresh"])

@@ -75,6 +75,7 @@ KIVI = {("channel", "token"): 0.1, ("channel", "channel"): 0.3, ("token", "token
         (KIVI, 0.0, "holds"),
         ({key: -cost for key, cost in KIVI.items()}, 0.0, "reversed"),
         (dict.fromkeys(KIVI, 0.1), 0.2, "open"),
+        ({key: 0.0005 * cost for key, cost in KIVI.items()}, 0.0, "open"),  # surely, and by nothing that matters
     ],
 )
 def test_orderings(costs: dict[tuple[str, str], float], noise: float, verdict: str) -> None:
@@ -88,19 +89,23 @@ def test_orderings(costs: dict[tuple[str, str], float], noise: float, verdict: s
         assert found[2]["ratio"]["value"] == pytest.approx(np.exp(0.2))
 
 
-def test_remarks_name_outliers_orderings_and_what_buys_more() -> None:
-    statistics = {"k": [{"outlier": 3.0}, {"outlier": 9.5}], "v": [{"outlier": 1.5}, {"outlier": 1.2}]}
+def test_remarks_name_outliers_orderings_errors_and_what_buys_more() -> None:
+    statistics = {"k": [{"outlier": x} for x in (3.0, 9.5, 7.0)], "v": [{"outlier": x} for x in (1.5, 8.0, 1.2)]}
     costs = {(0, 0): 1.4, (128, 0): 1.2, (0, 32): 1.15, (128, 32): 1.08}
-    entries = {
+    entries: dict[str, Any] = {
         grouped(2, 2, residual_length=r, sink_tokens=s).name: {"simulated": {"ratio": {"value": cost}}}
         for (r, s), cost in costs.items()
     }
     entries[grouped(2, 2, group_size=128, residual_length=128).name] = {"simulated": {"ratio": {"value": 1.3}}}
+    entries[grouped(2, 2).name]["errors"] = {"v": 0.42, "output": 0.32}
+    entries[grouped(2, 2, "channel", "channel").name] = {"errors": {"v": 0.36, "output": 0.53}}
     said = remarks(statistics, orderings(outcomes(KIVI), TOKENS), entries)
     assert said[0] == (
-        "K has outlier channels: at most 9.5 times the median (layer 1); "
-        "V has no channel that stands out: at most 1.5 times the median (layer 0)."
+        "K has outlier channels: the largest is 7.0 times its head's median channel in the median layer, at most 9.5 "
+        "(layer 1); V has no channels that stand out: the largest is 1.5 times its head's median channel in the "
+        "median layer, at most 8.0 (layer 1)."
     )
     assert sum("KIVI's ordering holds" in sentence for sentence in said) == 4
+    assert "0.420 per token and 0.360 per channel at 2 bits, but attention's output by 0.320 and 0.530" in said[-3]
     assert "the sink buys more" in said[-2]
     assert "from 1.200 to 1.300" in said[-1]
