@@ -16,16 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from lowkv.engine.progress import NoProgress
 from lowkv.engine.tensorrt.network import check_network, effective_precision
 from lowkv.errors import LowkvError
 from lowkv.kvcache.formats import FORMATS
-from lowkv.recipe import LmHeadConfig, WeightsConfig
+from lowkv.models.checkpoint import open_checkpoint, tensor_shapes
+from lowkv.models.config import ModelConfig
+from lowkv.recipe import LmHeadConfig, Recipe, WeightsConfig
+from tests.engine.tensorrt.conftest import Exported
 
 if TYPE_CHECKING:
-    from tests.engine.tensorrt.conftest import Exported
-
     Export = Callable[[str], Exported]
 
 PLANS = ("fp16", "fp8", "k4v2", "kivi2", "mixed", "int4-kivi2")
@@ -69,6 +72,37 @@ def test_every_engine_builds_and_holds_what_its_recipe_says(
     assert {b["name"]: (b["type"], b["dims"]) for b in report["outputs"]} == OUTPUTS
     assert report["builder"]["sm"] == sm
     assert len(report["builder"]["layers"]) >= len(report["profiles"])
+
+
+def test_gemma_3_builds_with_a_window_in_some_layers(
+    tensorrt_recipe: Callable[..., Recipe], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Heads of 256, GELU, norms after attention and MLP, two rotary embeddings, in bfloat16."""
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "gemma3"))
+    config = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_act": None,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 64,
+        "sliding_window_pattern": 3,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = tensor_shapes(ModelConfig.from_hf_config(config))
+    save_file({name: torch.full(shape, 0.1) for name, shape in shapes.items()}, folder / "model.safetensors")
+    recipe = tensorrt_recipe("k4v2")
+    kv_cache = replace(recipe.kv_cache, model_dtype="bfloat16", skip_layers=("sliding_window",))
+    recipe = replace(recipe, weights=WeightsConfig("bfloat16"), kv_cache=kv_cache)
+    report = Exported.of(open_checkpoint(folder), recipe, tmp_path).build(tmp_path / "model.plan")
+    fields = [layer["fields"] for layer in report["attention"]]
+    assert [(f["window"], f["k_codec"], f["head_dim"]) for f in fields] == [
+        (64, "bf16", 256),
+        (64, "bf16", 256),
+        (0, "int4", 256),
+    ]
+    assert {matrix["output"] for matrix in report["matrices"]} == {"bfloat16"}
 
 
 def test_a_mixed_plan_has_a_format_for_every_layer(exported: Export) -> None:
