@@ -44,26 +44,32 @@ def tradeoff_svg(report: Report) -> str:
     with mpl.rc_context(_STYLE):
         figure = _figure(3.6)
         axis = figure.subplots()
-        for entry in report["configurations"].values():
+        for name, entry in report["configurations"].items():
             if entry["served"] is not None:
-                _point(axis, report, entry)
+                named = name in report["sections"]["formats"] or name == report["baseline"]
+                _point(axis, entry, chosen=name == report["choice"]["name"], named=named)
         axis.axhline(100 * (report["limit"] - 1), color="#dc2626", linewidth=0.9)
         axis.axhline(0, color=_MUTED, linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(bits := (3, 4, 5, 6, 8, 16), [str(bit) for bit in bits])
         axis.set_yscale("symlog", linthresh=2)
-        axis.set_title(f"Perplexity over the baseline's (%, served), and effective bits at {report['length']:,} tokens")
-        axis.set_xlabel("effective bits per value, residual and sink included")
+        axis.set_yticks(steps := (0, 1, 2, 5, 10, 20, 50), [f"{step} %" for step in steps])
+        axis.minorticks_off()
+        axis.set_title("Perplexity over the baseline's, served, and effective bits: the limit is the red line")
+        axis.set_xlabel(f"effective bits per value at {report['length']:,} tokens, residual and sink included")
         axis.grid(color=_GRID)
         return _svg(figure)
 
 
-def _point(axis: Axes, report: Report, entry: Mapping[str, Any]) -> None:
-    chosen = entry["label"] == report["choice"]["label"]
+def _point(axis: Axes, entry: Mapping[str, Any], *, chosen: bool, named: bool) -> None:
     colour = _PALETTE[0] if chosen else "#94a3b8"
     low, value, high = (100 * (entry["served"]["ratio"][key] - 1) for key in ("low", "value", "high"))
     x = entry["bits_at_length"]
     axis.errorbar(x, value, [[value - low], [high - value]], fmt="o", markersize=4, color=colour, linewidth=1)
-    if chosen or not entry["settings"]["granularity"]:
-        axis.annotate(entry["label"], (x, value), xytext=(5, 3), textcoords="offset points", fontsize=7, color=colour)
+    if chosen or named:
+        ink = colour if chosen else _MUTED
+        label = entry["label"] if chosen else entry["format"]
+        axis.annotate(label, (x, value), xytext=(5, 3), textcoords="offset points", fontsize=7.5, color=ink)
 
 
 def channels_svg(report: Report) -> str:

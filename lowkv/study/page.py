@@ -8,7 +8,7 @@ from typing import Any
 
 from lowkv.evaluation.intervals import Interval
 from lowkv.study import figures
-from lowkv.study.rows import HEADER, NOTES, TITLES, caption, rows
+from lowkv.study.rows import NOTES, TITLES, caption, header, rows
 
 Report = Mapping[str, Any]
 
@@ -81,18 +81,17 @@ def _orderings(report: Report) -> str:
     lines = [
         (item["claim"], str(Interval.from_mapping(item["ratio"])), item["verdict"]) for item in report["orderings"]
     ]
-    header = ("KIVI's claim", "perplexity of the other over this one's", "on this model")
-    return _table(header, lines)
+    return _table(("KIVI's claim", "perplexity of the other over this one's", "on this model"), lines)
 
 
 def _section(report: Report, section: str) -> str:
     note = f'<p class="note">{_text(NOTES[section])}</p>' if section in NOTES else ""
-    table = _table(HEADER, rows(report, section), chosen=report["choice"]["label"])
+    table = _table(header(report), rows(report, section), chosen=report["choice"]["label"])
     return f"<h2>{_text(TITLES[section])}</h2>{table}{note}"
 
 
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]], chosen: str | None = None) -> str:
-    head = "".join(f"<th>{_text(cell)}</th>" for cell in header)
+def _table(titles: Sequence[str], lines: Sequence[Sequence[str]], chosen: str | None = None) -> str:
+    head = "".join(f"<th>{_text(cell)}</th>" for cell in titles)
     body = "".join(
         f"<tr{' class=chosen' if line[0] == chosen else ''}>"
         + "".join(f"<td>{_text(cell)}</td>" for cell in line)

@@ -21,15 +21,20 @@ TITLES = {
     "formats": "Formats as a recipe gets them, and K at 2 beside V at 4 bits",
     "eight": "8 bits with static scales",
 }
-HEADER = ("", "bits", "error of K", "of V", "of output", "perplexity, simulated", "served", "KL", "top-1")
 NOTES = {
-    "axes": "`served` is measured with the serving kernels, where a format has this layout.",
+    "axes": "Served figures are measured with the serving kernels, where a format has this layout.",
     "eight": "int8 with scale 1.0 would round to whole numbers; no recipe may ask for it.",
 }
 
 
+def header(report: Report) -> tuple[str, ...]:
+    """Of `rows`: perplexities are over the baseline's, KL and top-1 simulated."""
+    bits = ("bits", f"at {report['length']:,}")
+    return ("", *bits, "error of K", "of V", "of output", "perplexity, simulated", "served", "KL", "top-1")
+
+
 def rows(report: Report, section: str) -> list[tuple[str, ...]]:
-    """One row a configuration, as HEADER says: perplexities are over the baseline's, KL and top-1 simulated."""
+    """One row a configuration, as `header` says."""
     found = []
     for name in report["sections"][section]:
         entry = report["configurations"][name]
@@ -38,6 +43,7 @@ def rows(report: Report, section: str) -> list[tuple[str, ...]]:
             (
                 entry["label"],
                 f"{entry['bits']:.2f}",
+                "–" if entry["bits_at_length"] is None else f"{entry['bits_at_length']:.2f}",
                 *(f"{entry['errors'][part]:.3f}" for part in ("k", "v", "output")),
                 str(Interval.from_mapping(simulated["ratio"])),
                 "–" if served is None else str(Interval.from_mapping(served["ratio"])),
@@ -54,8 +60,9 @@ def caption(report: Report) -> str:
     simulated, served = (base[way]["perplexity"]["value"] for way in ("simulated", "served"))
     return (
         f"{report['text']['tokens']:,} tokens of {report['text']['source']}; {base['label']}'s perplexity "
-        f"{simulated:.3f} simulated, {served:.3f} served; bits of a cold value; relative errors, mean of the layers; "
-        f"[{report['confidence']:.0%} interval]"
+        f"{simulated:.3f} simulated, {served:.3f} served; bits of a cold value, and of all of a sequence of "
+        f"{report['length']:,} tokens; relative errors, mean of "
+        f"the layers; [{report['confidence']:.0%} interval]"
     )
 
 
@@ -66,7 +73,7 @@ def tables(report: Report) -> list[Table]:
     found = []
     for section, title in TITLES.items():
         table = Table(title=title, title_justify="left", caption=NOTES.get(section), caption_justify="left")
-        for column in HEADER:
+        for column in header(report):
             table.add_column(column)
         for row in rows(report, section):
             table.add_row(*row)
