@@ -32,9 +32,9 @@ def serving(engine: EngineDir, sequences: int, tokens: int) -> ServingEngine:
     from lowkv.serving import ServingEngine
 
     plan = engine.cache_plan
-    hot, cold = reservation(plan, tokens, engine.recipe.serving.max_tokens_per_step)
+    held = reservation(plan, tokens, engine.recipe.serving.max_tokens_per_step)
     geometry = SlabGeometry.for_plan(plan)
-    slabs = geometry.slabs_for(sequences * hot, sequences * cold) + 1
+    slabs = geometry.slabs_for(tuple(sequences * count for count in held)) + 1
     return ServingEngine.from_directory(engine, budget=slabs * geometry.bytes)
 
 

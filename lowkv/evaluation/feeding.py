@@ -5,7 +5,7 @@ reads the history as that cache stores it at that moment (older tokens quantized
 prompt prefilled in one step would see itself in full precision and show nothing.
 
 Feeding one token at a time would take hours, and is not needed. Which blocks are cold for the query at position p
-is `plan.cold_end(p)`, constant while p stays inside one block of G positions:
+is `cold_end(p)` of the layer's group, constant while p stays inside one block of G positions:
 
     position   aG ................. aG+G-1 | (a+1)G
     cold_end   c                         c | c or more
@@ -40,9 +40,8 @@ def cache_for(subject: Subject, kernels: Attention, count: int, final: int, chun
     from lowkv.kvcache import KVCache, SlabGeometry, reservation
 
     plan = subject.plan
-    hot, cold = reservation(plan, final, chunk)
     geometry = SlabGeometry.for_plan(plan)
-    slabs = geometry.slabs_for(hot * count, cold * count)
+    slabs = geometry.slabs_for(tuple(count * each for each in reservation(plan, final, chunk)))
     return KVCache(plan, slabs * geometry.bytes, kernels, subject.scales)
 
 

@@ -8,17 +8,20 @@ books the new tokens.
     prepare                          attend (per layer)                    commit
     new hot blocks, cold blocks  ->  append to hot, encode whole new   ->  seal hot to cold, free hot,
     to seal into, block tables       blocks straight to cold, attend       drop blocks out of the window
+
+All of it is done for every cache group of the plan, each with its own block tables over the one arena.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvattention import UNIT_WORDS, RaggedBatch
 from lowkv.kvcache.arena import Arena, SlabGeometry
+from lowkv.kvcache.plan import added
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,20 +30,66 @@ if TYPE_CHECKING:
 
     from kvattention import Array, Attention
     from lowkv.calibration.scales import KVScales
-    from lowkv.kvcache.arena import Kind
-    from lowkv.kvcache.plan import CachePlan
+    from lowkv.kvcache.plan import CacheGroup, CachePlan, Counts
 
 _NO_BLOCK = -1
 
 
+class Change(NamedTuple):
+    """What a step does to a block table, in block indices."""
+
+    new: range
+    direct: range  # those of the new ones that are written straight to cold
+    sealed: range  # hot ones that become cold when the step ends, less those that die
+    cold_end: int  # blocks from the sink to this one are stored cold before the step
+
+    @property
+    def need(self) -> tuple[int, int]:
+        """(hot, cold) blocks to allocate."""
+        direct = len(self.direct)
+        return len(self.new) - direct, direct + len(self.sealed)
+
+
+class BlockTable:
+    """Where one sequence's blocks of one group lie: `offsets[b]` is that of block b in 64-byte units, or -1."""
+
+    def __init__(self, group: CacheGroup) -> None:
+        self.group = group
+        self.offsets: NDArray[np.int32] = np.full(16, _NO_BLOCK, np.int32)
+
+    def change(self, past: int, total: int) -> Change:
+        """What growing from `past` stored tokens to `total` does."""
+        group = self.group
+        stored, end = group.blocks(past), group.blocks(total)
+        were_cold, cold_end = group.cold_end(past), group.cold_end(total)
+        direct = max(stored, group.sink_blocks)
+        sealed = max(were_cold, group.dead_end(total))
+        return Change(
+            new=range(stored, end),
+            direct=range(direct, max(direct, min(cold_end, end))),
+            sealed=range(sealed, max(sealed, min(cold_end, stored))),
+            cold_end=were_cold,
+        )
+
+    def widen(self, blocks: int) -> None:
+        """Makes room for that many blocks."""
+        width = len(self.offsets)
+        if blocks > width:
+            offsets = np.full(max(blocks, 2 * width), _NO_BLOCK, np.int32)
+            offsets[:width] = self.offsets
+            self.offsets = offsets
+
+
 @dataclass(eq=False)
 class SequenceCache:
-    """One sequence's block table: `table[b]` is the offset of block b in 64-byte units, or -1."""
+    """One sequence: how many tokens of it are stored, and a block table for every group."""
 
-    tokens: int = 0  # stored so far
-    dead_end: int = 0  # blocks before this one have left every window and were freed
-    cold_end: int = 0  # blocks in [sink_blocks, cold_end) are cold
-    table: NDArray[np.int32] = field(default_factory=lambda: np.full(16, _NO_BLOCK, np.int32))
+    tables: tuple[BlockTable, ...]
+    tokens: int = 0
+
+    def changes(self, count: int) -> list[Change]:
+        """What `count` more tokens do to the tables."""
+        return [table.change(self.tokens, self.tokens + count) for table in self.tables]
 
 
 @dataclass(frozen=True)
@@ -48,8 +97,8 @@ class Step:
     """What one forward pass does to the cache. Valid from `prepare` to `commit`."""
 
     work: Sequence[tuple[SequenceCache, int]]
-    batch: RaggedBatch
-    seals: Sequence[tuple[SequenceCache, int, int]]  # (sequence, block, cold offset to encode it into)
+    batches: tuple[RaggedBatch, ...]  # one for every group: the same tokens, other blocks
+    seals: tuple[list[tuple[BlockTable, int, int]], ...]  # per group (table, block, cold offset to encode it into)
 
 
 class KVCache:
@@ -62,9 +111,10 @@ class KVCache:
         """
         self.plan = plan
         self.attention = attention
-        self.arena: Arena[tuple[SequenceCache, int]] = Arena(SlabGeometry.for_plan(plan), budget)
+        self.arena: Arena[tuple[BlockTable, int]] = Arena(SlabGeometry.for_plan(plan), budget)
         self.words = attention.allocate(self.arena.bytes_total // 4)
         self.specs = plan.layer_specs(None if scales is None else scales.layers)
+        self._specs_of = [[self.specs[layer] for layer in group.layers] for group in plan.groups]
         self.sequences: set[SequenceCache] = set()
         self.moved_blocks = 0
 
@@ -72,53 +122,44 @@ class KVCache:
 
     def add(self) -> SequenceCache:
         """A new, empty sequence; it owns no block yet."""
-        sequence = SequenceCache(cold_end=self.plan.sink_blocks)
+        sequence = SequenceCache(tuple(BlockTable(group) for group in self.plan.groups))
         self.sequences.add(sequence)
         return sequence
 
     def release(self, sequence: SequenceCache) -> None:
         """Frees all blocks of a sequence and forgets it."""
         self.sequences.remove(sequence)
-        for block in range(sequence.dead_end, self.plan.blocks(sequence.tokens)):
-            self.arena.free(int(sequence.table[block]))
+        for table in sequence.tables:
+            self._free(table, table.group.alive(sequence.tokens))
 
     # -- steps -------------------------------------------------------------------------------------------
 
-    def need(self, sequence: SequenceCache, count: int) -> tuple[int, int]:
-        """(hot, cold) blocks to allocate for `count` more tokens of a sequence."""
-        plan, past, total = self.plan, sequence.tokens, sequence.tokens + count
-        stored, end = plan.blocks(past), plan.blocks(total)
-        direct = len(self._direct(stored, total))
-        sealed = len(self._to_seal(sequence, total))
-        return end - stored - direct, direct + sealed
+    def need(self, sequence: SequenceCache, count: int) -> Counts:
+        """Blocks of every kind to allocate for `count` more tokens of a sequence."""
+        return _needs(sequence.changes(count))
 
-    def fits(self, hot: int, cold: int) -> bool:
+    def fits(self, counts: Counts) -> bool:
         """True when that many blocks can be allocated now (moving blocks together if need be)."""
-        return self.arena.fits(hot, cold)
+        return self.arena.fits(counts)
 
     def prepare(self, work: Sequence[tuple[SequenceCache, int]]) -> Step:
         """Allocates all that a step over `work` = (sequence, new tokens > 0) needs.
 
         The scheduler has asked `fits` for the sum of `need`; RuntimeError when it has not.
         """
-        needs = [self.need(sequence, count) for sequence, count in work]
-        self._make_room(sum(hot for hot, _ in needs), sum(cold for _, cold in needs))
-        seals: list[tuple[SequenceCache, int, int]] = []
-        direct_ends = []
-        for sequence, count in work:
-            total = sequence.tokens + count
-            stored, end = self.plan.blocks(sequence.tokens), self.plan.blocks(total)
-            direct = self._direct(stored, total)
-            self._widen(sequence, end)
-            for block in range(stored, end):
-                kind: Kind = "cold" if block in direct else "hot"
-                sequence.table[block] = self.arena.allocate(kind, (sequence, block))
-            seals += [
-                (sequence, block, self.arena.allocate("cold", (sequence, block)))
-                for block in self._to_seal(sequence, total)
-            ]
-            direct_ends.append(direct.stop)
-        return Step(work, self._batch(work, direct_ends), seals)
+        changes = [sequence.changes(count) for sequence, count in work]
+        self._make_room(added(*map(_needs, changes)))
+        seals: tuple[list[tuple[BlockTable, int, int]], ...] = tuple([] for _ in self.plan.groups)
+        for (sequence, _), made in zip(work, changes, strict=True):
+            for table, change in zip(sequence.tables, made, strict=True):
+                group = table.group
+                table.widen(change.new.stop)
+                for block in change.new:
+                    kind = group.cold if block in change.direct else group.hot
+                    table.offsets[block] = self.arena.allocate(kind, (table, block))
+                for block in change.sealed:
+                    seals[group.index].append((table, block, self.arena.allocate(group.cold, (table, block))))
+        return Step(work, self._batches(work, changes), seals)
 
     def attend(
         self,
@@ -130,95 +171,93 @@ class KVCache:
         out: Array | None = None,
     ) -> Array:
         """Appends k, v [T, Hkv, D] to a layer's cache and attends with q [T, Hq, D]; returns [T, Hq, D]."""
-        return self.attention.paged_attention(q, k, v, self.words, step.batch, self.specs[layer], out)
+        batch = step.batches[self.plan.group_of[layer]]
+        return self.attention.paged_attention(q, k, v, self.words, batch, self.specs[layer], out)
 
     def commit(self, step: Step) -> None:
         """Seals, frees and books what the step wrote."""
-        if step.seals:
-            pairs = np.array([(seq.table[block], cold) for seq, block, cold in step.seals], np.int32)
-            self.attention.seal(self.words, pairs, self.specs)
-            for sequence, block, cold in step.seals:
-                self.arena.free(int(sequence.table[block]))
-                sequence.table[block] = cold
+        for seals, specs in zip(step.seals, self._specs_of, strict=True):
+            if seals:
+                pairs = np.array([(table.offsets[block], cold) for table, block, cold in seals], np.int32)
+                self.attention.seal(self.words, pairs, specs)
+                for table, block, cold in seals:
+                    self.arena.free(int(table.offsets[block]))
+                    table.offsets[block] = cold
         for sequence, count in step.work:
-            sequence.tokens += count
-            sequence.cold_end = self.plan.cold_end(sequence.tokens)
-            dead_end = min(self.plan.dead_end(sequence.tokens), self.plan.blocks(sequence.tokens))
-            for block in range(sequence.dead_end, dead_end):
-                self.arena.free(int(sequence.table[block]))
-                sequence.table[block] = _NO_BLOCK
-            sequence.dead_end = max(sequence.dead_end, dead_end)
+            past, sequence.tokens = sequence.tokens, sequence.tokens + count
+            for table in sequence.tables:
+                group = table.group
+                self._free(table, range(group.dead_end(past), group.dead_end(sequence.tokens)))
 
     def abandon(self, step: Step) -> None:
         """Undoes `prepare` when the step could not be run: frees what it allocated, books nothing."""
         for sequence, count in step.work:
-            stored, end = self.plan.blocks(sequence.tokens), self.plan.blocks(sequence.tokens + count)
-            for block in range(stored, end):
-                self.arena.free(int(sequence.table[block]))
-                sequence.table[block] = _NO_BLOCK
-        for _, _, cold in step.seals:
-            self.arena.free(cold)
+            for table, change in zip(sequence.tables, sequence.changes(count), strict=True):
+                self._free(table, change.new)
+        for seals in step.seals:
+            for _, _, cold in seals:
+                self.arena.free(cold)
 
     # -- invariants --------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Arena and block tables agree: every block is owned once, by the table entry that names it."""
         self.arena.check_integrity()
-        named = {}
+        named: dict[int, tuple[BlockTable, int]] = {}
         for sequence in self.sequences:
-            for block in range(sequence.dead_end, self.plan.blocks(sequence.tokens)):
-                named[int(sequence.table[block])] = (sequence, block)
-            resident = self.plan.resident(sequence.tokens)
-            held = sum(1 for owner, _ in named.values() if owner is sequence)
-            assert held == sum(resident), f"a sequence of {sequence.tokens} tokens holds {held} blocks, not {resident}"
+            for table in sequence.tables:
+                alive = table.group.alive(sequence.tokens)
+                named |= {int(table.offsets[block]): (table, block) for block in alive}
+                held = np.flatnonzero(table.offsets != _NO_BLOCK).tolist()
+                assert held == list(alive), f"a table of {sequence.tokens} tokens names blocks {held}, not {alive}"
         assert named == dict(self.arena.owners()), "block tables and arena disagree"
+        resident = added(self.plan.no_blocks, *(self.plan.resident(sequence.tokens) for sequence in self.sequences))
+        assert resident == tuple(self.arena.used), f"blocks held: {self.arena.used}, not {resident}"
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _direct(self, stored: int, total: int) -> range:
-        """Blocks that a step from `stored` blocks to `total` tokens writes straight to cold."""
-        first = max(stored, self.plan.sink_blocks)
-        return range(first, max(first, min(self.plan.cold_end(total), self.plan.blocks(total))))
+    def _free(self, table: BlockTable, blocks: range) -> None:
+        for block in blocks:
+            self.arena.free(int(table.offsets[block]))
+            table.offsets[block] = _NO_BLOCK
 
-    def _to_seal(self, sequence: SequenceCache, total: int) -> range:
-        """Blocks that hold tokens already and become cold at `total` stored tokens, less those that die."""
-        stored = self.plan.blocks(sequence.tokens)
-        first = max(sequence.cold_end, self.plan.dead_end(total))
-        return range(first, max(first, min(stored, self.plan.cold_end(total))))
-
-    def _make_room(self, hot: int, cold: int) -> None:
-        if not self.arena.fits(hot, cold):
-            raise RuntimeError(f"no room for {hot} hot and {cold} cold blocks: ask `fits` before `prepare`")
-        while not self.arena.has_room(hot, cold):
-            kind, moves = self.arena.compact(hot, cold)
+    def _make_room(self, counts: Counts) -> None:
+        if not self.arena.fits(counts):
+            raise RuntimeError(f"no room for {counts} blocks: ask `fits` before `prepare`")
+        while not self.arena.has_room(counts):
+            kind, moves = self.arena.compact(counts)
             pairs = np.array([(old, new) for old, new, _ in moves], np.int32)
-            self.attention.move(self.words, pairs, self.arena.geometry.slot_units(kind) * UNIT_WORDS)
-            for _, new, (sequence, block) in moves:
-                sequence.table[block] = new
+            self.attention.move(self.words, pairs, self.arena.geometry.cuts[kind].units * UNIT_WORDS)
+            for _, new, (table, block) in moves:
+                table.offsets[block] = new
             self.moved_blocks += len(moves)
 
-    def _widen(self, sequence: SequenceCache, blocks: int) -> None:
-        width = len(sequence.table)
-        if blocks > width:
-            table = np.full(max(blocks, 2 * width), _NO_BLOCK, np.int32)
-            table[:width] = sequence.table
-            sequence.table = table
-
-    def _batch(self, work: Sequence[tuple[SequenceCache, int]], direct_ends: Sequence[int]) -> RaggedBatch:
-        counts = np.array([count for _, count in work], np.int32)
-        past = np.array([sequence.tokens for sequence, _ in work], np.int32)
-        width = max(self.plan.blocks(sequence.tokens + count) for sequence, count in work)
-        table = np.full((len(work), width), _NO_BLOCK, np.int32)
-        for row, (sequence, _) in enumerate(work):
-            known = min(width, len(sequence.table))
-            table[row, :known] = sequence.table[:known]
+    def _batches(
+        self, work: Sequence[tuple[SequenceCache, int]], changes: Sequence[Sequence[Change]]
+    ) -> tuple[RaggedBatch, ...]:
         query_start = np.zeros(len(work) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        return RaggedBatch(
-            query_start=query_start,
-            past=past,
-            table=table,
-            cold_begin=np.full(len(work), self.plan.sink_blocks, np.int32),
-            cold_end=np.array([sequence.cold_end for sequence, _ in work], np.int32),
-            direct_end=np.array(direct_ends, np.int32),
-        )
+        np.cumsum([count for _, count in work], out=query_start[1:])
+        past = np.array([sequence.tokens for sequence, _ in work], np.int32)
+        width = max(change.new.stop for change, *_ in changes)  # the same in every group
+        batches = []
+        for group in self.plan.groups:
+            mine = [made[group.index] for made in changes]
+            table = np.full((len(work), width), _NO_BLOCK, np.int32)
+            for row, (sequence, _) in zip(table, work, strict=True):
+                offsets = sequence.tables[group.index].offsets[:width]
+                row[: len(offsets)] = offsets
+            batches.append(
+                RaggedBatch(
+                    query_start=query_start,
+                    past=past,
+                    table=table,
+                    cold_begin=np.full(len(work), group.sink_blocks, np.int32),
+                    cold_end=np.array([change.cold_end for change in mine], np.int32),
+                    direct_end=np.array([change.direct.stop for change in mine], np.int32),
+                )
+            )
+        return tuple(batches)
+
+
+def _needs(changes: Sequence[Change]) -> Counts:
+    return tuple(count for change in changes for count in change.need)

@@ -7,33 +7,41 @@ differ where the server does something else than it says.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import mul
 from typing import TYPE_CHECKING
 
 from lowkv.kvcache.arena import SlabGeometry
+from lowkv.kvcache.plan import added
 
 if TYPE_CHECKING:
-    from lowkv.kvcache.plan import CachePlan
+    from lowkv.kvcache.plan import CacheGroup, CachePlan, Counts
 
 
-def reservation(plan: CachePlan, final: int, chunk: int = 0) -> tuple[int, int]:
-    """(hot, cold) blocks that a sequence never exceeds on its way to `final` stored tokens.
+def reservation(plan: CachePlan, final: int, chunk: int = 0, *, first: bool = False) -> Counts:
+    """Blocks of every kind that a sequence never exceeds on its way to `final` stored tokens.
 
-    `chunk` > 0: prompt tokens are still to come, in steps of at most that many, onto tokens stored before. Such
-    a step holds the old residual, which is sealed only when it ends, and the new one at the same time. (With a
-    sliding window a first step counts too: it writes blocks that are dropped when it ends.)
+    `chunk` > 0: prompt tokens are still to come, in steps of at most that many, onto tokens stored before. Such a step
+    holds the old residual, which is sealed only when it ends, and the new one at the same time, and blocks that have
+    left the window when it ends. `first`: they come in one step of `chunk` tokens, onto nothing.
     """
-    blocks = plan.blocks(final)
-    alive = blocks if plan.window is None else min(blocks, -(-(plan.window - 1) // plan.group_size) + 1)
-    step_blocks = plan.blocks(chunk) + 1 if chunk else 0
-    if not plan.seals:
-        return min(blocks, alive + (step_blocks if plan.window is not None else 0)), 0
-    residual_blocks = plan.residual_length // plan.group_size
-    if plan.residual == "window" or residual_blocks == 0:
+    return tuple(count for group in plan.groups for count in _group_reservation(group, final, chunk, first))
+
+
+def _group_reservation(group: CacheGroup, final: int, chunk: int, first: bool) -> tuple[int, int]:
+    blocks, step_blocks = group.blocks(final), group.blocks(chunk)
+    alive = blocks if group.window is None else min(blocks, -(-(group.window - 1) // group.group_size) + 1)
+    if first:
+        most, step_blocks = max(alive, step_blocks), 0
+    else:
+        step_blocks += 1 if chunk else 0
+        most = min(blocks, alive + step_blocks)
+    if not group.seals:
+        return most, 0
+    residual_blocks = group.residual_length // group.group_size
+    if group.residual == "window" or residual_blocks == 0:
         residual_blocks += 1
-    hot = plan.sink_blocks + residual_blocks + min(step_blocks, residual_blocks)
-    cold = min(plan.cold_end(final), blocks) - plan.sink_blocks
-    if plan.window is not None:
-        cold = min(cold, alive + step_blocks)
+    hot = group.sink_blocks + residual_blocks + min(step_blocks, residual_blocks)
+    cold = min(group.cold_end(final) - group.sink_blocks, most)
     return min(hot, blocks), max(0, cold)
 
 
@@ -72,18 +80,16 @@ def max_resident(
     slabs = budget // geometry.bytes
     final = prompt_tokens + output_tokens - 1
     if policy == "guaranteed_no_evict":
-        hot, cold = (float(count) for count in reservation(plan, final))
+        held = [float(count) for count in reservation(plan, final)]
     else:
         ages = [plan.resident(tokens) for tokens in range(prompt_tokens, final + 1)]
-        hot = sum(age[0] for age in ages) / len(ages)
-        cold = sum(age[1] for age in ages) / len(ages)
-    chunked = max_tokens_per_step > 0 and (max_tokens_per_step < prompt_tokens or plan.window is not None)
-    last_hot, last_cold = reservation(plan, final, max_tokens_per_step if chunked else 0)
+        held = [total / len(ages) for total in added(*ages)]
+    chunk = min(prompt_tokens, max_tokens_per_step)
+    last = reservation(plan, final, chunk, first=chunk == prompt_tokens)
 
     def fits(count: int) -> bool:
-        others = count - 1
-        need = geometry.slabs_for(round(others * hot) + last_hot, round(others * cold) + last_cold)
-        return need <= slabs
+        others = [round((count - 1) * each) for each in held]
+        return geometry.slabs_for(added(others, last)) <= slabs
 
     low, high = 0, 1
     while fits(high):
@@ -93,7 +99,7 @@ def max_resident(
         low, high = (middle, high) if fits(middle) else (low, middle)
     return Capacity(
         sequences=low if max_sequences is None else min(low, max_sequences),
-        bytes_per_sequence=round(hot * plan.hot_block_bytes + cold * plan.cold_block_bytes),
+        bytes_per_sequence=round(sum(map(mul, held, plan.block_bytes))),
         slabs=slabs,
         slab_bytes=geometry.bytes,
     )

@@ -3,23 +3,27 @@
 A plan is pure arithmetic over (model geometry, KV settings): it allocates nothing and needs no weights, so
 `lowkv plan` can price Llama-3-70B from its config.json on a laptop.
 
-Which tokens of a sequence are cold is decided here and nowhere else (`cold_end`). A sequence of `t` stored
-tokens, block by block (G = group_size, S = sink blocks):
+Layers with the same attention window form a `CacheGroup`. A group has blocks of its own, which hold its layers'
+records only, so that blocks out of a window are freed for the layers that have it. Gemma 3 has two groups: most
+layers see 512 tokens, every sixth layer sees all.
+
+Which tokens of a sequence are cold is decided here and nowhere else (`CacheGroup.cold_end`). A sequence of `t`
+stored tokens, block by block (G = group_size, S = sink blocks):
 
     block      0 .. S-1 | S ............ cold_end-1 | cold_end ......... ceil(t/G)-1
     kind       hot      | cold                      | hot (the residual and the unfilled block)
 
 `window` keeps the newest R tokens hot at every moment, so cold_end = floor((t - R) / G). `flush` is the
 paper's rule for K (arXiv 2402.02750, section 3.3): hot tokens gather until R of them are sealed at once, so
-cold_end = floor(t / R) * R / G. Neither is ever less than S.
+cold_end = floor(t / R) * R / G. Neither is ever less than S. A group of layers in model precision never seals.
 
-Layers that all have a sliding window W never read tokens older than W again; their blocks are dropped once
-the whole block is out of the window (`dead_end`).
+Layers with a sliding window W never read tokens older than W again; their group's blocks are dropped once the whole
+block is out of the window (`dead_end`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -61,6 +65,85 @@ class LayerPlan:
     format: str
     window: int | None = None
     reason: str = "default"
+
+
+Counts = tuple[int, ...]
+"""Blocks of every kind: hot and cold ones of the first group, hot and cold ones of the second, and so on."""
+
+
+def added(*counts: Sequence[int]) -> Counts:
+    """The sums, kind by kind."""
+    return tuple(map(sum, zip(*counts, strict=True)))
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers with the same window: the bytes of their blocks, and the rules which block is what."""
+
+    index: int  # in `CachePlan.groups`
+    layers: tuple[int, ...]
+    window: int | None
+    seals: bool  # False when every layer stores model precision: then no block ever becomes cold
+    hot_block_bytes: int
+    cold_block_bytes: int
+    group_size: int
+    residual_length: int
+    residual: str
+    sink_tokens: int
+
+    @cached_property
+    def hot(self) -> int:
+        """Its hot blocks' index in `Counts`."""
+        return 2 * self.index
+
+    @cached_property
+    def cold(self) -> int:
+        """Its cold blocks' index in `Counts`."""
+        return 2 * self.index + 1
+
+    @cached_property
+    def sink_blocks(self) -> int:
+        return self.sink_tokens // self.group_size
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that `tokens` tokens touch."""
+        return -(-tokens // self.group_size)
+
+    def cold_end(self, tokens: int) -> int:
+        """Block index before which (from `sink_blocks`) blocks are cold once `tokens` tokens are stored."""
+        if not self.seals:
+            return self.sink_blocks
+        if self.residual == "window" or self.residual_length == 0:
+            sealed = (tokens - self.residual_length) // self.group_size
+        else:
+            sealed = tokens // self.residual_length * self.residual_length // self.group_size
+        return max(self.sink_blocks, sealed)
+
+    def dead_end(self, tokens: int) -> int:
+        """Block index before which no later query can look.
+
+        The next query stands at position `tokens` and sees keys j > tokens - window.
+        """
+        if self.window is None:
+            return 0
+        return max(0, (tokens - self.window + 1) // self.group_size)
+
+    def alive(self, tokens: int) -> range:
+        """The blocks that a sequence of `tokens` stored tokens owns between steps."""
+        return range(self.dead_end(tokens), self.blocks(tokens))
+
+    def resident(self, tokens: int) -> tuple[int, int]:
+        """(hot, cold) blocks that a sequence of `tokens` stored tokens owns between steps."""
+        end, dead = self.blocks(tokens), self.dead_end(tokens)
+        cold_begin = max(self.sink_blocks, dead)
+        cold_end = min(max(self.cold_end(tokens), cold_begin), end)
+        cold = max(0, cold_end - cold_begin)
+        return end - dead - cold, cold
+
+    def bytes_at(self, tokens: int) -> int:
+        """Bytes of a sequence of `tokens` stored tokens in this group."""
+        hot, cold = self.resident(tokens)
+        return hot * self.hot_block_bytes + cold * self.cold_block_bytes
 
 
 @dataclass(frozen=True)
@@ -163,20 +246,60 @@ class CachePlan:
         """Layout of each layer's record inside a cold block."""
         return tuple(self._layout(FORMATS[layer.format]) for layer in self.layers)
 
+    @cached_property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The layers by window, in the order of each group's first layer."""
+        members: dict[int | None, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            members.setdefault(layer.window, []).append(index)
+        return tuple(
+            self._group(index, window, tuple(layers)) for index, (window, layers) in enumerate(members.items())
+        )
+
+    def _group(self, index: int, window: int | None, layers: tuple[int, ...]) -> CacheGroup:
+        seals = any(not FORMATS[self.layers[layer].format].model_precision for layer in layers)
+        return CacheGroup(
+            index=index,
+            layers=layers,
+            window=window,
+            seals=seals,
+            hot_block_bytes=len(layers) * self.hot_record.bytes,
+            cold_block_bytes=sum(self.cold_records[layer].bytes for layer in layers),
+            group_size=self.group_size,
+            residual_length=self.residual_length if seals else 0,
+            residual=self.residual,
+            sink_tokens=self.sink_tokens if seals else 0,
+        )
+
+    @cached_property
+    def group_of(self) -> tuple[int, ...]:
+        """Every layer's index into `groups`."""
+        found = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(found[layer] for layer in range(len(self.layers)))
+
+    @cached_property
+    def block_bytes(self) -> Counts:
+        """Bytes of a block of every kind."""
+        return tuple(size for group in self.groups for size in (group.hot_block_bytes, group.cold_block_bytes))
+
+    @property
+    def no_blocks(self) -> Counts:
+        return (0,) * (2 * len(self.groups))
+
     @property
     def hot_block_bytes(self) -> int:
-        """Bytes of a block of `group_size` tokens in model precision, all layers."""
-        return len(self.layers) * self.hot_record.bytes
+        """Bytes of `group_size` tokens in model precision, all layers."""
+        return sum(group.hot_block_bytes for group in self.groups)
 
-    @cached_property
+    @property
     def cold_block_bytes(self) -> int:
-        """Bytes of a sealed block of `group_size` tokens, all layers, group parameters included."""
-        return sum(record.bytes for record in self.cold_records)
+        """Bytes of `group_size` sealed tokens, all layers, group parameters included."""
+        return sum(group.cold_block_bytes for group in self.groups)
 
-    @cached_property
+    @property
     def seals(self) -> bool:
         """False when every layer stores model precision: then no block ever becomes cold."""
-        return any(not FORMATS[layer.format].model_precision for layer in self.layers)
+        return any(group.seals for group in self.groups)
 
     @property
     def scale_bytes(self) -> int:
@@ -184,49 +307,6 @@ class CachePlan:
         return sum(
             4 * self.kv_heads * (self.head_dim + 1) for layer in self.layers if FORMATS[layer.format].needs_scales
         )
-
-    @cached_property
-    def window(self) -> int | None:
-        """The window shared by all layers, or None when any layer attends to everything."""
-        windows = {layer.window for layer in self.layers}
-        return None if None in windows else max(w for w in windows if w is not None)
-
-    # -- which block is what -----------------------------------------------------------------------------
-
-    @property
-    def sink_blocks(self) -> int:
-        return self.sink_tokens // self.group_size
-
-    def blocks(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens touch."""
-        return -(-tokens // self.group_size)
-
-    def cold_end(self, tokens: int) -> int:
-        """Block index before which (from `sink_blocks`) blocks are cold once `tokens` tokens are stored."""
-        if not self.seals:
-            return self.sink_blocks
-        if self.residual == "window" or self.residual_length == 0:
-            sealed = (tokens - self.residual_length) // self.group_size
-        else:
-            sealed = tokens // self.residual_length * self.residual_length // self.group_size
-        return max(self.sink_blocks, sealed)
-
-    def dead_end(self, tokens: int) -> int:
-        """Block index before which no later query can look, given a sliding window in every layer.
-
-        The next query stands at position `tokens` and sees keys j > tokens - window.
-        """
-        if self.window is None:
-            return 0
-        return max(0, (tokens - self.window + 1) // self.group_size)
-
-    def resident(self, tokens: int) -> tuple[int, int]:
-        """(hot, cold) blocks that a sequence of `tokens` stored tokens owns between steps."""
-        end, dead = self.blocks(tokens), self.dead_end(tokens)
-        cold_begin = max(self.sink_blocks, dead)
-        cold_end = min(max(self.cold_end(tokens), cold_begin), end)
-        cold = max(0, cold_end - cold_begin)
-        return end - dead - cold, cold
 
     # -- costs -------------------------------------------------------------------------------------------
 
@@ -237,14 +317,20 @@ class CachePlan:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that one more sealed token costs (what a long sequence tends to)."""
-        block = self.cold_block_bytes if self.seals else self.hot_block_bytes
-        return block / self.group_size
+        """Bytes that one more sealed token costs, for as long as it is in every window."""
+        return self.cold_block_bytes / self.group_size
+
+    def resident(self, tokens: int) -> Counts:
+        """Blocks of every kind that a sequence of `tokens` stored tokens owns between steps."""
+        return tuple(count for group in self.groups for count in group.resident(tokens))
 
     def bytes_at(self, tokens: int) -> int:
         """Bytes of a sequence of `tokens` stored tokens, whole blocks, residual and sink included."""
-        hot, cold = self.resident(tokens)
-        return hot * self.hot_block_bytes + cold * self.cold_block_bytes
+        return sum(group.bytes_at(tokens) for group in self.groups)
+
+    def bytes_saved_by_windows(self, tokens: int) -> int:
+        """Bytes that such a sequence would own on top if blocks out of a window were kept."""
+        return sum(replace(group, window=None).bytes_at(tokens) for group in self.groups) - self.bytes_at(tokens)
 
     def effective_bits(self, tokens: int | None = None) -> float:
         """Bits per K or V value at `tokens` stored tokens; without `tokens`, of sealed blocks alone."""
@@ -253,8 +339,8 @@ class CachePlan:
         return 8 * self.bytes_at(tokens) / (self.values_per_token * tokens)
 
     def compression(self, tokens: int) -> float:
-        """Bytes of the same sequence in 16 bit over bytes in this plan (both in whole blocks)."""
-        dense = (self.blocks(tokens) - self.dead_end(tokens)) * self.hot_block_bytes
+        """Bytes of the same sequence in 16 bit over bytes in this plan (both in whole blocks, both with windows)."""
+        dense = sum(sum(group.resident(tokens)) * group.hot_block_bytes for group in self.groups)
         return dense / self.bytes_at(tokens)
 
     def summary(self) -> str:
@@ -267,28 +353,29 @@ class CachePlan:
     def layer_specs(
         self, scales: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]] | None = None
     ) -> list[LayerSpec]:
-        """One `LayerSpec` per layer.
+        """One `LayerSpec` per layer; offsets count inside the block of the layer's group.
 
         `scales`: per layer (K scales, V scales), float32, K's [kv_heads, head_dim] or [kv_heads], V's [kv_heads].
         """
         ones = np.ones(self.kv_heads, np.float32)
+        hot_ends, cold_ends = [0] * len(self.groups), [0] * len(self.groups)
         specs = []
-        cold_offset = 0
-        for index, (layer, record) in enumerate(zip(self.layers, self.cold_records, strict=True)):
+        for index, (layer, record, group) in enumerate(zip(self.layers, self.cold_records, self.group_of, strict=True)):
             k_scales, v_scales = scales[index] if scales is not None else (ones, ones)
             specs.append(
                 LayerSpec(
                     hot=self.hot_record,
                     cold=record,
-                    hot_offset=index * self.hot_record.words,
-                    cold_offset=cold_offset,
+                    hot_offset=hot_ends[group],
+                    cold_offset=cold_ends[group],
                     window=layer.window,
                     softmax_scale=self.softmax_scale,
                     k_scales=k_scales,
                     v_scales=v_scales,
                 )
             )
-            cold_offset += record.words
+            hot_ends[group] += self.hot_record.words
+            cold_ends[group] += record.words
         return specs
 
 

@@ -89,9 +89,10 @@ def open_executor(
 
 def step_positions(step: Step) -> NDArray[np.int64]:
     """Position of every token of a step in its own sequence, [T]."""
-    starts = step.batch.query_start[:-1]
-    shift = np.repeat((step.batch.past - starts).astype(np.int64), step.batch.lengths)
-    return np.arange(step.batch.tokens, dtype=np.int64) + shift
+    batch = step.batches[0]  # the same tokens in every group
+    starts = batch.query_start[:-1]
+    shift = np.repeat((batch.past - starts).astype(np.int64), batch.lengths)
+    return np.arange(batch.tokens, dtype=np.int64) + shift
 
 
 def _on_cpu(engine: EngineDir, budget: int, threads: int | None, device_id: int) -> Executor:

@@ -20,10 +20,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from lowkv.errors import LowkvError
-from lowkv.kvcache import reservation
+from lowkv.kvcache import added, reservation
 
 if TYPE_CHECKING:
-    from lowkv.kvcache import KVCache
+    from lowkv.kvcache import Counts, KVCache
     from lowkv.recipe import ServingConfig
     from lowkv.serving.sequence import Sequence
 
@@ -50,9 +50,8 @@ class Scheduler:
         """Raises `LowkvError` when a sequence could not run even alone. Changes nothing."""
         # A preempted sequence is recomputed, prompt and output, so all of it may come in chunks.
         fed = sequence.prompt_length if self.config.policy == "guaranteed_no_evict" else sequence.final_stored
-        hot, cold = reservation(self.cache.plan, sequence.final_stored, self._chunk(fed, 0))
         arena = self.cache.arena
-        needed = arena.geometry.slabs_for(hot, cold)
+        needed = arena.geometry.slabs_for(self._reservation(sequence.final_stored, fed, 0))
         if needed > arena.slabs:
             raise LowkvError(
                 "prompt (text_input) and max_tokens need more KV cache than there is",
@@ -79,29 +78,29 @@ class Scheduler:
 
         Empty only when nothing is waiting or running.
         """
-        work, hot, cold = self._decodes()
+        work, needed = self._decodes()
         budget = self.config.max_tokens_per_step - len(work)
         for sequence in self.running:
             if sequence.pending > 1 and budget > 0:
                 count = self._count(sequence, budget)
-                more_hot, more_cold = self._need(sequence, count)
-                if not self.cache.fits(hot + more_hot, cold + more_cold):
+                more = added(needed, self._need(sequence, count))
+                if not self.cache.fits(more):
                     continue
                 work.append((sequence, count))
-                budget, hot, cold = budget - count, hot + more_hot, cold + more_cold
+                budget, needed = budget - count, more
         while self.waiting and budget > 0 and len(self.running) < self.config.max_sequences:
             sequence = self.waiting[0]
             count = self._count(sequence, budget)
             if not self._admits(sequence, count):
                 break
             sequence.cache = self.cache.add()
-            more_hot, more_cold = self._need(sequence, count)
-            if not self.cache.fits(hot + more_hot, cold + more_cold):
+            more = added(needed, self._need(sequence, count))
+            if not self.cache.fits(more):
                 self._free(sequence)
                 break
             self.running.append(self.waiting.popleft())
             work.append((sequence, count))
-            budget, hot, cold = budget - count, hot + more_hot, cold + more_cold
+            budget, needed = budget - count, more
         if not work and self.running:  # only prompts are running, and none of their chunks fits beside the others
             self._preempt(self.running[-1])
             return self.schedule()
@@ -113,8 +112,7 @@ class Scheduler:
         """Sink, residual, one block beyond them and one to decode into: less is no cache of this format."""
         plan, arena = self.cache.plan, self.cache.arena
         tokens = plan.sink_tokens + plan.residual_length + 2 * plan.group_size
-        hot, cold = reservation(plan, tokens, self._chunk(tokens, 0))
-        needed = arena.geometry.slabs_for(hot, cold)
+        needed = arena.geometry.slabs_for(self._reservation(tokens, tokens, 0))
         if needed > arena.slabs:
             raise LowkvError(
                 "kv_cache.budget holds not even one short sequence",
@@ -123,17 +121,16 @@ class Scheduler:
                 fix="raise kv_cache.budget",
             )
 
-    def _decodes(self) -> tuple[list[tuple[Sequence, int]], int, int]:
+    def _decodes(self) -> tuple[list[tuple[Sequence, int]], Counts]:
         """Every decoding sequence with its one token, preempting the youngest while that does not fit.
 
-        Returns the work and the (hot, cold) blocks it needs.
+        Returns the work and the blocks it needs.
         """
         while True:
             work = [(sequence, 1) for sequence in self.running if sequence.pending == 1]
-            needs = [self._need(sequence, count) for sequence, count in work]
-            hot, cold = sum(hot for hot, _ in needs), sum(cold for _, cold in needs)
-            if self.cache.fits(hot, cold):
-                return work, hot, cold
+            needed = added(self.cache.plan.no_blocks, *(self._need(sequence, count) for sequence, count in work))
+            if self.cache.fits(needed):
+                return work, needed
             self._preempt(self.running[-1])
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -151,21 +148,22 @@ class Scheduler:
     def _admits(self, newcomer: Sequence, count: int) -> bool:
         """True when the reservations of all running sequences and the newcomer's fit together."""
         needs = [self._reserve(sequence, sequence.stored) for sequence in self.running]
-        needs.append(self._reserve(newcomer, count))
         arena = self.cache.arena
-        return arena.geometry.slabs_for(sum(hot for hot, _ in needs), sum(cold for _, cold in needs)) <= arena.slabs
+        return arena.geometry.slabs_for(added(self._reserve(newcomer, count), *needs)) <= arena.slabs
 
-    def _reserve(self, sequence: Sequence, stored: int) -> tuple[int, int]:
+    def _reserve(self, sequence: Sequence, stored: int) -> Counts:
         final = sequence.final_stored
         if self.config.policy == "max_utilization":  # what it holds once prefilled, and room to grow by a block
             final = min(final, len(sequence.token_ids) + self.cache.plan.group_size)
-        return reservation(self.cache.plan, final, self._chunk(len(sequence.token_ids), stored))
+        return self._reservation(final, len(sequence.token_ids), stored)
 
-    def _chunk(self, tokens: int, stored: int) -> int:
-        """The chunk size for `reservation`: 0 when only decoding is left, or one whole prompt in a first step."""
+    def _reservation(self, final: int, tokens: int, stored: int) -> Counts:
+        """Blocks up to `final` stored tokens, while `tokens` are being fed and `stored` of them are in the cache."""
+        if tokens <= stored + 1:  # only decoding is left
+            return reservation(self.cache.plan, final)
         limit = self.config.max_tokens_per_step
-        one_step = stored == 0 and tokens <= limit and self.cache.plan.window is None
-        return 0 if tokens <= stored + 1 or one_step else limit
+        first = stored == 0 and tokens <= limit
+        return reservation(self.cache.plan, final, tokens if first else limit, first=first)
 
     def _count(self, sequence: Sequence, budget: int) -> int:
         """Tokens of a prompt chunk: all that is pending, or as many as end at a block border."""
@@ -175,6 +173,6 @@ class Scheduler:
         aligned = (past + budget) // group * group - past
         return aligned if aligned > 0 else budget
 
-    def _need(self, sequence: Sequence, count: int) -> tuple[int, int]:
+    def _need(self, sequence: Sequence, count: int) -> Counts:
         assert sequence.cache is not None
         return self.cache.need(sequence.cache, count)

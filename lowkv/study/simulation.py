@@ -1,7 +1,7 @@
 """A quantized KV cache simulated in plain Torch: one call of the decoder over a whole text, read as decoding reads it.
 
 At every moment a sequence's history is `exact | cold | exact`: the sink, what is sealed, the residual. Which blocks are
-cold for the query at position p is `plan.cold_end(p)`, constant while p stays inside one block. So attention walks over
+cold for the query at position p is `cold_end(p)`, constant while p stays inside one block. So attention walks over
 the text a block of queries at a time, over one array of keys and one of values in which blocks turn from exact into
 what their codec gives back just before the first query that reads them so. That costs what causal attention costs.
 
@@ -104,7 +104,7 @@ def history(
     """
     now_k, now_v, sealed = keys.hot.clone(), values.hot.clone(), plan.sink_tokens
     for begin in begins:
-        cold = slice(sealed, plan.cold_end(begin) * plan.group_size)
+        cold = slice(sealed, plan.groups[0].cold_end(begin) * plan.group_size)  # all layers are quantized alike
         if cold.stop > cold.start:
             now_k[:, cold], now_v[:, cold] = keys.cold[:, cold], values.cold[:, cold]
             sealed = cold.stop

@@ -94,7 +94,7 @@ def errors(seen: Trace, cache: Cache) -> dict[str, list[float]]:
     """
     found: dict[str, list[float]] = {"k": [], "v": [], "output": []}
     tokens = len(seen.k[0])
-    cold = slice(cache.plan.sink_tokens, cache.plan.cold_end(tokens) * cache.plan.group_size)
+    cold = slice(cache.plan.sink_tokens, cache.plan.groups[0].cold_end(tokens) * cache.plan.group_size)
     with torch.inference_mode():
         for layer in range(seen.config.layers):
             keys, values = cache.keys(layer, seen.k[layer].float()), cache.values(layer, seen.v[layer].float())

@@ -73,17 +73,17 @@ def golden(subject: Subject, tokens: np.ndarray) -> np.ndarray:
     import torch
 
     decoder, plan = subject.decoder, subject.plan
-    group, specs = plan.group_size, plan.layer_specs()
+    size, specs = plan.group_size, plan.layer_specs()
     shape = (len(specs), len(tokens), plan.kv_heads, plan.head_dim)
     keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    cold_end = plan.sink_blocks
     nll = []
     for position in range(len(tokens) - 1):
-        for block in range(cold_end, plan.cold_end(position)):
-            at = slice(block * group, (block + 1) * group)
-            for k, v, spec in zip(keys, values, specs, strict=True):
-                k[at], v[at] = as_stored(spec, k[at], v[at], [0])
-        cold_end = plan.cold_end(position)
+        for group in plan.groups:
+            for block in range(group.cold_end(max(0, position - 1)), group.cold_end(position)):
+                at = slice(block * size, (block + 1) * size)
+                for layer in group.layers:
+                    k, v = keys[layer], values[layer]
+                    k[at], v[at] = as_stored(specs[layer], k[at], v[at], [0])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, position: int = position) -> Tensor:
             spec, past = specs[layer], position + 1
@@ -149,8 +149,15 @@ def test_aligned_steps_equal_the_cache_fed_token_by_token() -> None:
     assert_same(score([subject], "it", tokens)["it"].nll, nll)
 
 
-def test_sliding_windows() -> None:
-    decoder = model(model_type="mistral", sliding_window=50)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "mistral", "sliding_window": 50},
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
+    ],
+)
+def test_sliding_windows(changes: dict[str, Any]) -> None:
+    decoder = model(**changes)
     subject = Subject("it", decoder, plan_of(decoder, format="kivi4", residual_length=32, sink_tokens=0))
     tokens = windows(decoder)
     golds = np.array([golden(subject, window) for window in tokens])

@@ -18,11 +18,13 @@ class Geometry:
     layers: int = 30
     kv_heads: int = 3
     head_dim: int = 64
-    window: int | None = None
+    window: int | tuple[int | None, ...] | None = None
+    """Of all layers, or a pattern that repeats."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return (self.window,) * self.layers
+        pattern = self.window if isinstance(self.window, tuple) else (self.window,)
+        return tuple(pattern[layer % len(pattern)] for layer in range(self.layers))
 
     @property
     def softmax_scale(self) -> float:

@@ -59,7 +59,7 @@ def test_compression_counts_the_residual(make_plan: Any, tokens: int) -> None:
     ],
 )
 def test_residual_and_sink_are_never_cold(make_plan: Any, name: str, residual: str, length: int, sink: int) -> None:
-    plan = make_plan(name, residual=residual, residual_length=length, sink_tokens=sink)
+    (plan,) = make_plan(name, residual=residual, residual_length=length, sink_tokens=sink).groups
     previous = 0
     for tokens in range(1, 700):
         cold = range(plan.sink_blocks, plan.cold_end(tokens))
@@ -81,11 +81,35 @@ def test_residual_and_sink_are_never_cold(make_plan: Any, name: str, residual: s
 
 
 def test_blocks_out_of_every_window_are_dropped(make_plan: Any) -> None:
-    plan = make_plan("fp16", window=100)
+    (group,) = make_plan("fp16", window=100).groups
     for tokens in range(1, 500):
         first_visible = max(0, tokens - 100 + 1)
-        assert plan.dead_end(tokens) == first_visible // 32
-        assert sum(plan.resident(tokens)) == -(-tokens // 32) - first_visible // 32
+        assert group.dead_end(tokens) == first_visible // 32
+        assert sum(group.resident(tokens)) == -(-tokens // 32) - first_visible // 32
+        assert group.alive(tokens) == range(first_visible // 32, -(-tokens // 32))
+
+
+def test_layers_with_the_same_window_are_a_group(make_plan: Any) -> None:
+    plan = make_plan("kivi2", layers=7, window=(100, 100, None), overrides={2: "fp8"}, skip_layers=(6,))
+    assert [(group.window, group.layers) for group in plan.groups] == [(100, (0, 1, 3, 4, 6)), (None, (2, 5))]
+    assert plan.group_of == (0, 0, 1, 0, 0, 1, 0)
+    hot, sealed = plan.hot_record.bytes, {name: make_plan(name, layers=1).cold_block_bytes for name in FORMATS}
+    assert plan.block_bytes == (5 * hot, 4 * sealed["kivi2"] + hot, 2 * hot, sealed["fp8"] + sealed["kivi2"])
+    assert (plan.hot_block_bytes, plan.cold_block_bytes) == (7 * hot, plan.block_bytes[1] + plan.block_bytes[3])
+    # 1 sink and 4 residual blocks of 10 + 32 tokens; with the window, blocks 28 and later.
+    assert plan.resident(1000) == (4, 0, 6, 26)
+    assert plan.bytes_at(1000) == 4 * 5 * hot + 6 * 2 * hot + 26 * plan.block_bytes[3]
+    assert plan.bytes_saved_by_windows(1000) == 6 * 5 * hot + 26 * plan.block_bytes[1] - 4 * 5 * hot
+    assert plan.compression(1000) == pytest.approx((4 * 5 + 32 * 2) * hot / plan.bytes_at(1000))
+
+
+def test_a_group_in_model_precision_never_seals(make_plan: Any) -> None:
+    plan = make_plan("kivi2", layers=6, window=(100,) * 5 + (None,), skip_layers=("sliding_window",))
+    sliding, full = plan.groups
+    assert (sliding.seals, full.seals, plan.seals) == (False, True, True)
+    assert (sliding.residual_length, sliding.sink_tokens) == (0, 0)
+    assert all(sliding.resident(tokens)[1] == 0 for tokens in range(1, 500))
+    assert full.resident(500) == (6, 10)
 
 
 def test_skip_layers_and_overrides(make_plan: Any) -> None:
@@ -104,12 +128,14 @@ def test_the_ends_of_a_model_are_named_by_count(make_plan: Any) -> None:
 
 
 def test_layers_lie_end_to_end_in_a_block(make_plan: Any) -> None:
-    plan = make_plan("kivi2", skip_layers=(1,), overrides={3: "k4v2"})
-    hot = cold = 0
-    for spec in plan.layer_specs():
-        assert (spec.hot_offset, spec.cold_offset) == (hot, cold)
-        hot, cold = hot + spec.hot.words, cold + spec.cold.words
-    assert (hot * 4, cold * 4) == (plan.hot_block_bytes, plan.cold_block_bytes)
+    plan = make_plan("kivi2", window=(64, None, None), skip_layers=(1,), overrides={3: "k4v2"})
+    specs = plan.layer_specs()
+    for group in plan.groups:
+        hot = cold = 0
+        for spec in (specs[layer] for layer in group.layers):
+            assert (spec.hot_offset, spec.cold_offset, spec.window) == (hot, cold, group.window)
+            hot, cold = hot + spec.hot.words, cold + spec.cold.words
+        assert (hot * 4, cold * 4) == (group.hot_block_bytes, group.cold_block_bytes)
 
 
 def test_scales_go_to_the_layers(make_plan: Any) -> None:

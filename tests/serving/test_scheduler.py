@@ -18,14 +18,20 @@ from lowkv.serving.sampler import Sampler
 from lowkv.serving.scheduler import Scheduler
 from lowkv.serving.sequence import Sequence
 
+ONE_WINDOW: tuple[int | None, ...] = (None,)
+TWO_WINDOWS: tuple[int | None, ...] = (50, 50, None)
+
 
 @dataclass(frozen=True)
 class Tiny:
-    layers: int = 1
+    windows: tuple[int | None, ...] = ONE_WINDOW
     kv_heads: int = 1
     head_dim: int = 32
-    windows: tuple[int | None, ...] = (None,)
     softmax_scale: float = 0.2
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
 
 
 class Letters:
@@ -33,9 +39,11 @@ class Letters:
         return "x" * len(ids)
 
 
-def make(budget_blocks: float, name: str = "kivi2", *, residual_length: int = 32, **serving: Any) -> Scheduler:
-    settings = {"residual_length": residual_length, "sink_tokens": 32} if name != "fp16" else {}
-    plan = CachePlan.from_config(Tiny(), KVCacheConfig(format=name, **settings))  # type: ignore[arg-type]
+def make(
+    budget_blocks: float, name: str = "kivi2", *, windows: tuple[int | None, ...] = ONE_WINDOW, **serving: Any
+) -> Scheduler:
+    settings = {"residual_length": 32, "sink_tokens": 32} if name != "fp16" else {}
+    plan = CachePlan.from_config(Tiny(windows), KVCacheConfig(format=name, **settings))  # type: ignore[arg-type]
     cache = KVCache(plan, int(budget_blocks * plan.hot_block_bytes), select("reference"))
     return Scheduler(cache, ServingConfig(**({"max_sequences": 16, "max_tokens_per_step": 96} | serving)))
 
@@ -92,12 +100,17 @@ def test_a_step_never_exceeds_its_token_budget() -> None:
     assert scheduler.cache.arena.bytes_used == 0
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp8", "kivi2"])
+@pytest.mark.parametrize(
+    ("name", "windows", "blocks"),
+    [("fp16", ONE_WINDOW, 24), ("fp8", ONE_WINDOW, 24), ("kivi2", ONE_WINDOW, 24), ("kivi2", TWO_WINDOWS, 13)],
+)
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
-def test_everything_finishes_in_a_small_cache(policy: str, name: str) -> None:
+def test_everything_finishes_in_a_small_cache(
+    policy: str, name: str, windows: tuple[int | None, ...], blocks: int
+) -> None:
     """More requests than the cache holds: all end, nothing leaks, and only max_utilization preempts."""
     rng = random.Random(2)
-    scheduler = make(24, name, policy=policy)
+    scheduler = make(blocks, name, windows=windows, policy=policy)
     sequences = [request(str(index), rng.randint(1, 200), rng.randint(50, 300)) for index in range(60)]
     submit(scheduler, *sequences)
     steps = 0
@@ -123,10 +136,11 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     assert young.pending == len(young.token_ids) > 64, "prompt and output are recomputed"
 
 
+@pytest.mark.parametrize("windows", [ONE_WINDOW, TWO_WINDOWS])
 @pytest.mark.parametrize("name", ["fp16", "fp8", "kivi2"])
 @pytest.mark.parametrize(("prompt", "output"), [(60, 70), (300, 60)])
-def test_as_many_run_as_the_planner_says(name: str, prompt: int, output: int) -> None:
-    scheduler = make(64, name, max_sequences=64)
+def test_as_many_run_as_the_planner_says(name: str, prompt: int, output: int, windows: tuple[int | None, ...]) -> None:
+    scheduler = make(64, name, windows=windows, max_sequences=64)
     predicted = max_resident(
         scheduler.cache.plan, scheduler.cache.arena.budget, prompt, output, max_tokens_per_step=96
     ).sequences
@@ -136,6 +150,20 @@ def test_as_many_run_as_the_planner_says(name: str, prompt: int, output: int) ->
         step(scheduler)
         peak = max(peak, len(scheduler.running))
     assert peak == predicted
+
+
+def test_windows_let_more_run_in_the_same_bytes() -> None:
+    peaks = {}
+    for windows in (ONE_WINDOW * 3, TWO_WINDOWS):
+        scheduler = make(64, "fp16", windows=windows, max_sequences=64)
+        submit(scheduler, *(request(str(index), 300, 200) for index in range(40)))
+        peak = 0
+        while scheduler.has_work:
+            step(scheduler)
+            peak = max(peak, len(scheduler.running))
+        peaks[windows] = peak
+    # 64 blocks of three layers: 16 for a sequence, or 16 of one layer and 3 of two; one in prefill takes 4 more of two.
+    assert peaks == {ONE_WINDOW * 3: 4, TWO_WINDOWS: 8}
 
 
 def test_what_never_fits_is_refused_with_the_sizes() -> None:

@@ -49,7 +49,7 @@ def golden(configuration: Configuration, config: ModelConfig, scales: KVScales |
     layer = LayerSpec(hot, cold, k_scales=pair[0], v_scales=pair[1])
     rows = []
     for at in range(TOKENS):
-        sealed = range(plan.sink_blocks, plan.cold_end(at))
+        sealed = range(plan.groups[0].sink_blocks, plan.groups[0].cold_end(at))
         keys, values = as_stored(layer, k[: at + 1], v[: at + 1], sealed)
         rows.append(
             attention(q[at : at + 1], keys, values, softmax_scale=config.softmax_scale, window=config.windows[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowkv.engine.tensorrt.network import check_network, describe
-from lowkv.engine.tensorrt.profiles import ARENA, INPUTS, Profile, engine_profiles
+from lowkv.engine.tensorrt.profiles import ARENA, Profile, engine_inputs, engine_profiles
 from lowkv.errors import LowkvError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def build_plan(
         raise _parse_error(parser, backend)
     report = describe(trt, network)
     check_network(report, recipe, config, plan, kept)
-    _check_inputs(report)
+    _check_inputs(report, plan)
     profiles = engine_profiles(recipe, config, plan)
     settings = builder.create_builder_config()
     backend.build_for(settings, sm)
@@ -93,9 +93,9 @@ def _strongly_typed(trt: Any) -> int:
     return 0 if flag is None else 1 << int(flag)
 
 
-def _check_inputs(report: dict[str, Any]) -> None:
+def _check_inputs(report: dict[str, Any], plan: CachePlan) -> None:
     got = {binding["name"]: len(binding["dims"]) for binding in report["inputs"]}
-    expected = {name: len(dims) for name, dims in INPUTS.items()}
+    expected = {name: len(dims) for name, dims in engine_inputs(len(plan.groups)).items()}
     if got != expected:
         raise LowkvError("the network's inputs are not those of an engine", got=got, expected=repr(expected))
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvattention.gpu.launches import layer_scales
+from kvattention.gpu.schedule import LISTS
 from kvattention.tensorrt.fields import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, PluginFields
 from lowkv.engine.tensorrt.onnx_file import (
     FP8_PRODUCT,
@@ -40,7 +41,7 @@ from lowkv.engine.tensorrt.onnx_file import (
     write_data,
     write_model,
 )
-from lowkv.engine.tensorrt.profiles import ARENA, INPUTS
+from lowkv.engine.tensorrt.profiles import ARENA, engine_inputs, group_input
 from lowkv.errors import LowkvError
 from lowkv.models.checkpoint import WeightsFormat, check_tensors, conversion_stage
 from lowkv.models.decoder import Decoder, candidates, rotary_frequencies
@@ -69,7 +70,6 @@ OPSET = 21
 """The first in which DequantizeLinear knows INT4 and blocks."""
 
 FREQUENCIES = "inverse_frequencies"
-_WEIGHTS = "weights"
 _EXAMPLE = {"T": 7, "R": 3, "S": 4, "B": 5, "A": 6, "W": 8, "P": 9, "C": 10}
 """Sizes to trace with: different ones and none of 1, so that no two dimensions are taken for one another."""
 
@@ -109,7 +109,7 @@ def export_onnx(
     layout = dict(_offset_layout(weights.layout(config, checkpoint), weights.dtype))
     specs = plan.layer_specs(scales)
     progress.begin("exporting the model to ONNX")
-    model = _trace(_Traced(config, _fields(specs, config, recipe)), layout, config)
+    model = _trace(_Traced(config, _fields(specs, config, recipe), plan.group_of), layout, config, len(plan.groups))
     rewrite_products(model)
     data = path.with_name(path.name + ".data")
     progress.begin(
@@ -219,35 +219,26 @@ class _TracedMatrix:
 class _Traced(torch.nn.Module):
     """The whole engine: tokens and lists in, candidates out."""
 
-    def __init__(self, config: ModelConfig, fields: Sequence[PluginFields]) -> None:
+    def __init__(self, config: ModelConfig, fields: Sequence[PluginFields], group_of: Sequence[int]) -> None:
         super().__init__()
         self._config = config
+        self._group_of = group_of
+        self._groups = max(group_of) + 1
         self._attributes = [
             field.to_mapping() | {"plugin_namespace": PLUGIN_NAMESPACE, "plugin_version": PLUGIN_VERSION}
             for field in fields
         ]
 
-    def forward(
-        self,
-        weights: dict[str, Tensor],
-        tokens: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        arena: Tensor,
-        sequences: Tensor,
-        table: Tensor,
-        appends: Tensor,
-        narrow: Tensor,
-        wide: Tensor,
-        merges: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, weights: dict[str, Tensor], inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        given = dict(zip(engine_inputs(self._groups), inputs, strict=True))
         weights = dict(weights)
         frequencies = weights.pop(FREQUENCIES)
         scales = [weights.pop(scales_name(layer)) for layer in range(self._config.layers)]
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            inputs = (q, k, v, arena, scales[layer], sequences, table, appends, narrow, wide, merges)
-            return _symbolic(PLUGIN_NAME, inputs, self._attributes[layer], q.dtype, q.shape)
+            lists = (given[group_input(name, self._group_of[layer])] for name in LISTS)
+            operands = (q, k, v, given[ARENA], scales[layer], *lists)
+            return _symbolic(PLUGIN_NAME, operands, self._attributes[layer], q.dtype, q.shape)
 
         offsets = {name.removesuffix(OFFSETS): weights.pop(name) for name in list(weights) if name.endswith(OFFSETS)}
         matrices: dict[str, Tensor | QuantizedMatrix] = {
@@ -255,7 +246,7 @@ class _Traced(torch.nn.Module):
             for name, weight in assembled(weights).items()
         }
         decoder = Decoder(self._config, matrices, frequencies)
-        return candidates(decoder.forward(tokens, positions, attention, rows), CANDIDATES)
+        return candidates(decoder.forward(given["tokens"], given["positions"], attention, given["rows"]), CANDIDATES)
 
 
 def _symbolic(
@@ -267,9 +258,9 @@ def _symbolic(
 
 
 def _trace(
-    traced: _Traced, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]], config: ModelConfig
+    traced: _Traced, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]], config: ModelConfig, groups: int
 ) -> onnx.ModelProto:
-    """The graph, with weights as inputs of their own names before those of an engine."""
+    """The graph, with weights as inputs of their own names before those of an engine with so many cache groups."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     shapes = dict(layout)
@@ -277,36 +268,37 @@ def _trace(
     shapes |= {
         scales_name(layer): ((config.kv_heads, config.head_dim + 1), torch.float32) for layer in range(config.layers)
     }
+    inputs = engine_inputs(groups)
     dims = {letter: torch.export.Dim(letter, min=1, max=_LARGEST_DIM) for letter in _EXAMPLE}
     with FakeTensorMode():  # shapes and types, no data
         weights = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-        inputs = [
+        given = [
             torch.empty(
                 [_EXAMPLE[size] if isinstance(size, str) else size for size in sizes],
                 dtype=torch.int64 if name == ARENA else torch.int32,
             )
-            for name, sizes in INPUTS.items()
+            for name, sizes in inputs.items()
         ]
     dynamic = [
         {axis: dims[size] for axis, size in enumerate(sizes) if isinstance(size, str)} or None
-        for sizes in INPUTS.values()
+        for sizes in inputs.values()
     ]
     with _quiet(), torch.inference_mode():
         program = torch.onnx.export(
             traced.eval(),
-            (weights, *inputs),
+            (weights, given),
             dynamo=True,
             opset_version=OPSET,
-            dynamic_shapes=(dict.fromkeys(weights), *dynamic),
+            dynamic_shapes=(dict.fromkeys(weights), dynamic),
             output_names=list(OUTPUTS),
             optimize=True,
             verbose=False,
         )
     assert program is not None
     model: onnx.ModelProto = program.model_proto
-    names = {f"{_WEIGHTS}_{name.replace('.', '_')}": name for name in shapes}
-    rename(model, names)
-    assert [value.name for value in model.graph.input] == [*shapes, *INPUTS]
+    called = {f"weights_{name.replace('.', '_')}": name for name in shapes}  # as `forward` calls them
+    rename(model, called | {f"inputs_{index}": name for index, name in enumerate(inputs)})
+    assert [value.name for value in model.graph.input] == [*shapes, *inputs]
     return model
 
 

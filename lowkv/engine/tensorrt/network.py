@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvattention.gpu.schedule import LISTS
+from lowkv.engine.tensorrt.profiles import group_input
 from lowkv.errors import LowkvError
 from lowkv.kvcache.formats import FORMATS
 
@@ -95,6 +97,8 @@ def _facts(
         }
         for name, value in expected.items():
             yield f"{name} of attention layer {index}", layer["fields"].get(name), value
+        lists = [group_input(name, plan.group_of[index]) for name in LISTS]
+        yield f"lists of attention layer {index}", layer["lists"], lists
     matrices = [matrix for matrix in report["matrices"] if not matrix["name"].endswith(".offsets.product")]
     yield "matrices whose weights have another precision", _others(matrices, recipe, kept), ()
     head = report["lm_head"]
@@ -139,7 +143,7 @@ class _Graph:
         }
 
     def attention(self) -> Iterator[dict[str, Any]]:
-        from kvattention.tensorrt.fields import PLUGIN_NAME
+        from kvattention.tensorrt import INPUTS, PLUGIN_NAME
 
         for layer in self.layers:
             if layer.type == self.trt.LayerType.PLUGIN_V3:
@@ -147,7 +151,12 @@ class _Graph:
                 layer.__class__ = self.trt.IPluginV3Layer
                 plugin = layer.plugin
                 if plugin.plugin_name == PLUGIN_NAME:
-                    yield {"name": name, "precision": _type(layer.get_output(0)), "fields": _fields(plugin)}
+                    yield {
+                        "name": name,
+                        "precision": _type(layer.get_output(0)),
+                        "fields": _fields(plugin),
+                        "lists": [layer.get_input(INPUTS.index(each)).name for each in LISTS],
+                    }
 
     def matrices(self) -> Iterator[dict[str, Any]]:
         """Products of activations and stored weights, in the network's order."""

@@ -4,6 +4,8 @@
     decode    one token of each sequence, up to max_sequences
 
 The lists are `kvattention.gpu.schedule`'s; the bounds hold for every step within those limits, whatever is stored.
+Every cache group has lists of its own where they say which blocks lie where. How long a list is depends on the lengths
+of sequences alone, so all groups share the bounds.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from lowkv.recipe import Recipe
 
 Shape = tuple[int, ...]
+Dims = tuple[str | int, ...]
 
 MAX_ELEMENTS = 2**31
 """Of a tensor, and one too many."""
@@ -42,16 +45,16 @@ class StepLimits:
     P: int  # wide tiles
     C: int  # merges
 
-    def shapes(self) -> dict[str, Shape]:
-        """Input name -> its largest shape."""
-        return {name: self._sized(dims) for name, dims in INPUTS.items()}
+    def shapes(self, groups: int) -> dict[str, Shape]:
+        """Input name -> its largest shape, of an engine with so many cache groups."""
+        return {name: self._sized(dims) for name, dims in engine_inputs(groups).items()}
 
-    def _sized(self, dims: tuple[str | int, ...]) -> Shape:
+    def _sized(self, dims: Dims) -> Shape:
         sizes = asdict(self)
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims)
 
 
-INPUTS: Mapping[str, tuple[str | int, ...]] = {
+INPUTS: Mapping[str, Dims] = {
     "tokens": ("T",),
     "positions": ("T",),
     "rows": ("R",),
@@ -63,7 +66,21 @@ INPUTS: Mapping[str, tuple[str | int, ...]] = {
     "wide": ("P", 8),
     "merges": ("C", 4),
 }
-"""An engine's inputs and their dimensions, in binding order."""
+"""The inputs of an engine with one cache group and their dimensions, in binding order."""
+
+GROUP_LISTS = ("sequences", "table", "appends")
+"""Those that differ between cache groups. The others say which tokens and blocks are read, wherever blocks lie."""
+
+
+def engine_inputs(groups: int) -> Mapping[str, Dims]:
+    """An engine's inputs and their dimensions, in binding order: those of further groups come last."""
+    further = {group_input(name, group): INPUTS[name] for group in range(1, groups) for name in GROUP_LISTS}
+    return {**INPUTS, **further}
+
+
+def group_input(name: str, group: int) -> str:
+    """The input that a group's layers take as list `name`."""
+    return f"{name}.{group}" if group and name in GROUP_LISTS else name
 
 
 @dataclass(frozen=True)
@@ -72,11 +89,13 @@ class Profile:
 
     name: str
     limits: StepLimits
+    groups: int
 
     def ranges(self) -> Iterator[tuple[str, Shape, Shape]]:
         """(input, smallest shape, largest shape)."""
-        for name, largest in self.limits.shapes().items():
-            smallest = tuple(1 if isinstance(dim, str) else dim for dim in INPUTS[name])
+        inputs = engine_inputs(self.groups)
+        for name, largest in self.limits.shapes(self.groups).items():
+            smallest = tuple(1 if isinstance(dim, str) else dim for dim in inputs[name])
             yield name, smallest, largest
 
 
@@ -88,15 +107,16 @@ def engine_profiles(recipe: Recipe, config: ModelConfig, plan: CachePlan) -> tup
     serving = recipe.serving
     _check_elements(serving.max_tokens_per_step, serving.max_sequences, config)
     length = min(serving.max_model_len or config.max_positions, config.max_positions)
-    gqa = group_heads(config.heads, config.kv_heads)
+    gqa, groups = group_heads(config.heads, config.kv_heads), len(plan.groups)
     return (
         Profile(
             "prefill",
             prefill_limits(
                 serving.max_sequences, serving.max_tokens_per_step, length=length, gqa=gqa, group_size=plan.group_size
             ),
+            groups,
         ),
-        Profile("decode", decode_limits(serving.max_sequences, length=length, group_size=plan.group_size)),
+        Profile("decode", decode_limits(serving.max_sequences, length=length, group_size=plan.group_size), groups),
     )
 
 

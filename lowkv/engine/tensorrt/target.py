@@ -44,7 +44,7 @@ class TensorRTTarget:
     @property
     def requires(self) -> Mapping[str, str]:
         """Raised whenever the files above, the engine's inputs or outputs, or their meaning change."""
-        return {"tensorrt_layout": "1"}
+        return {"tensorrt_layout": "2"}
 
     @property
     def varying(self) -> tuple[str, ...]:

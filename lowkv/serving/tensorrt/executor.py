@@ -174,10 +174,11 @@ class TensorRTExecutor:
 
     def _bind(self, context: Any, dims: StepLimits) -> None:
         """Shapes and addresses of a step of these lengths."""
-        shapes = dims.shapes()
+        groups = len(self.cache.plan.groups)
+        shapes = dims.shapes(groups)
         addresses = {ARENA: self.cache.words.pointer.__index__()}
         for array, layout in (
-            (self._inputs, input_layout(dims)),
+            (self._inputs, input_layout(dims, groups)),
             (self._outputs, output_layout(dims.R, self.session.candidates)),
         ):
             start = array.__index__()
@@ -199,8 +200,7 @@ class TensorRTExecutor:
 
 def buffer_words(profiles: tuple[Profile, Profile], candidates: int) -> tuple[int, int]:
     """4-byte words of the buffers that hold the inputs, and the outputs, of any step within the profiles."""
-    limits = [profile.limits for profile in profiles]
     return (
-        max(input_layout(most).words for most in limits),
-        max(output_layout(most.R, candidates).words for most in limits),
+        max(input_layout(profile.limits, profile.groups).words for profile in profiles),
+        max(output_layout(profile.limits.R, candidates).words for profile in profiles),
     )

@@ -3,7 +3,7 @@
 Everything of a step that the engine reads is int32 and travels in one copy. Where a list lies depends on the lists'
 lengths alone, so that a CUDA graph, which remembers addresses, can be replayed for every step of the same lengths:
 
-    | tokens | positions | rows | sequences | table | appends | narrow | wide | merges |
+    | tokens | positions | rows | sequences | table | appends | narrow | wide | merges | sequences.1 | table.1 | ...
     each on a 256-byte border; `arena` does not change and has a place of its own
 
 Decode steps are padded to few different lengths, so that few graphs serve all of them. Padding is null items, which
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvattention.gpu.schedule import LISTS, make_schedule, pad_schedule
-from lowkv.engine.tensorrt.profiles import ARENA, StepLimits
+from lowkv.engine.tensorrt.profiles import ARENA, StepLimits, group_input
 from lowkv.serving.executor import step_positions
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ class Layout:
 
 
 @lru_cache(maxsize=256)  # steps are alike
-def input_layout(dims: StepLimits) -> Layout:
+def input_layout(dims: StepLimits, groups: int) -> Layout:
     """Where the inputs of a step of these lengths lie, `arena` aside."""
-    return Layout.of({name: shape for name, shape in dims.shapes().items() if name != ARENA})
+    return Layout.of({name: shape for name, shape in dims.shapes(groups).items() if name != ARENA})
 
 
 def output_layout(rows: int, candidates: int) -> Layout:
@@ -96,29 +96,29 @@ def step_inputs(
     tokens: NDArray[np.int64], step: Step, rows: NDArray[np.int64], heads: int, plan: CachePlan, most: StepLimits
 ) -> StepInputs:
     """A step's inputs; a decode step is padded, up to `most`, the decode profile's limits."""
-    batch = step.batch
-    schedule = make_schedule(batch, heads, plan.kv_heads, plan.group_size)
+    schedules = [make_schedule(batch, heads, plan.kv_heads, plan.group_size) for batch in step.batches]
+    schedule = schedules[0]  # the others' lists are as long
     dims = StepLimits(
         T=len(tokens),
         R=max(1, len(rows)),  # a dimension is 1 at least: without rows, the candidates of token 0 are not read
-        S=batch.sequences,
+        S=len(schedule.sequences),
         B=schedule.table.shape[1],
         A=len(schedule.appends),
         W=len(schedule.narrow),
         P=len(schedule.wide),
         C=len(schedule.merges),
     )
-    decode = len(tokens) == len(rows) == batch.sequences
+    decode = len(tokens) == len(rows) == len(schedule.sequences)
     if decode:
         dims = padded(dims, most)
-        schedule = pad_schedule(schedule, dims.S, dims.B, dims.A, dims.W, dims.P, dims.C)
+        schedules = [pad_schedule(each, dims.S, dims.B, dims.A, dims.W, dims.P, dims.C) for each in schedules]
     arrays = {
         "tokens": _lengthened(tokens, dims.T),
         "positions": _lengthened(step_positions(step), dims.T),
         "rows": _lengthened(rows, dims.R),
-        **{name: getattr(schedule, name) for name in LISTS},
+        **{group_input(name, group): getattr(each, name) for group, each in enumerate(schedules) for name in LISTS},
     }
-    return StepInputs(dims, decode, input_layout(dims).pack(arrays))
+    return StepInputs(dims, decode, input_layout(dims, len(schedules)).pack(arrays))
 
 
 def padded(dims: StepLimits, most: StepLimits) -> StepLimits:

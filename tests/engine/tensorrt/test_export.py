@@ -22,13 +22,13 @@ import torch
 from safetensors.torch import save_file
 
 from kvattention import RaggedBatch, select
-from kvattention.gpu.schedule import DIRECT, make_schedule, pad_schedule
+from kvattention.gpu.schedule import DIRECT, LISTS, make_schedule, pad_schedule
 from kvattention.tensorrt import FIELDS, INPUTS, PLUGIN_VERSION, PluginFields
 from lowkv.engine.cpu import weights_bytes
 from lowkv.engine.progress import NoProgress
 from lowkv.engine.tensorrt import export
 from lowkv.engine.tensorrt.export import OUTPUTS, export_onnx, scales_name
-from lowkv.engine.tensorrt.profiles import INPUTS as ENGINE_INPUTS
+from lowkv.engine.tensorrt.profiles import engine_inputs, group_input
 from lowkv.errors import LowkvError
 from lowkv.kvcache import CachePlan, KVCache
 from lowkv.models.checkpoint import Checkpoint, WeightsFormat, open_checkpoint, tensor_shapes
@@ -208,19 +208,21 @@ class Graph:
 
     def execute(self, tokens: Any, step: Any, rows: Any, pad: int) -> list[Any]:
         """values, ids, lse. `pad` null items are added to every list."""
-        schedule = make_schedule(step.batch, self.config.heads, self.config.kv_heads, self.cache.plan.group_size)
-        names = ("sequences", "table", "appends", "narrow", "wide", "merges")
-        sizes = [len(getattr(schedule, name)) + pad for name in names]
-        sizes[1] = schedule.table.shape[1] + pad
-        schedule = pad_schedule(schedule, *sizes)
+        feeds = {}
+        for group, batch in enumerate(step.batches):
+            schedule = make_schedule(batch, self.config.heads, self.config.kv_heads, self.cache.plan.group_size)
+            sizes = [len(getattr(schedule, name)) + pad for name in LISTS]
+            sizes[1] = schedule.table.shape[1] + pad
+            schedule = pad_schedule(schedule, *sizes)
+            feeds |= {group_input(name, group): getattr(schedule, name) for name in LISTS}
         Graph.arena_words = self.cache.words.size
-        feeds = {
+        feeds |= {
             "tokens": tokens.astype(np.int32),
             "positions": step_positions(step).astype(np.int32),
             "rows": rows.astype(np.int32),
             "arena": np.array([self.cache.words.ctypes.data], np.int64),
         }
-        outputs = self.evaluator.run(list(OUTPUTS), feeds | {name: getattr(schedule, name) for name in names})
+        outputs = self.evaluator.run(list(OUTPUTS), feeds)
         self.cache.commit(step)
         return outputs
 
@@ -337,7 +339,7 @@ def gpu_recipe() -> Recipe:
 
 @pytest.fixture(scope="module")
 def exported(checkpoints: Any, gpu_recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
-    checkpoint = checkpoints("mistral-window")
+    checkpoint = checkpoints("qwen2-bias-windows")
     return checkpoint, export_to(tmp_path_factory.mktemp("exported"), checkpoint, gpu_recipe)
 
 
@@ -352,7 +354,7 @@ def test_inputs_outputs_and_attention(exported: tuple[Checkpoint, Path], gpu_rec
         )
         for value in model.graph.input
     }
-    assert inputs == {n: ("INT64" if n == "arena" else "INT32", dims) for n, dims in ENGINE_INPUTS.items()}
+    assert inputs == {n: ("INT64" if n == "arena" else "INT32", dims) for n, dims in engine_inputs(2).items()}
     assert [(v.name, kind(v.type.tensor_type.elem_type)) for v in model.graph.output] == [
         ("values", "FLOAT"),
         ("ids", "INT32"),
@@ -365,7 +367,8 @@ def test_inputs_outputs_and_attention(exported: tuple[Checkpoint, Path], gpu_rec
         assert list(node.input[INPUTS.index("arena") :]) == [
             "arena",
             scales_name(index),
-            *("sequences", "table", "appends", "narrow", "wide", "merges"),
+            *(("sequences", "table", "appends"), ("sequences.1", "table.1", "appends.1"))[index],
+            *("narrow", "wide", "merges"),
         ]
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         values = {name: value.decode() if isinstance(value, bytes) else value for name, value in attributes.items()}
@@ -374,7 +377,7 @@ def test_inputs_outputs_and_attention(exported: tuple[Checkpoint, Path], gpu_rec
         assert set(values) == set(FIELDS)
         expected = PluginFields.from_layer(index, spec, checkpoint.config.heads, fp8_query=index == 0)
         assert PluginFields.from_mapping(values) == expected
-    assert [spec.window for spec in plan.layer_specs()] == [40, 40]
+    assert [spec.window for spec in plan.layer_specs()] == [None, 40]
 
 
 def test_scales_of_fp8_keys_and_values_are_initializers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -11,13 +11,21 @@ from hypothesis import strategies as st
 
 from kvattention.batch import RaggedBatch
 from kvattention.gpu.schedule import Schedule, make_schedule
-from lowkv.engine.tensorrt.profiles import INPUTS, StepLimits, decode_limits, engine_profiles, prefill_limits
+from lowkv.engine.tensorrt.profiles import (
+    GROUP_LISTS,
+    INPUTS,
+    StepLimits,
+    decode_limits,
+    engine_profiles,
+    prefill_limits,
+)
 from lowkv.errors import LowkvError
 from lowkv.kvcache.plan import CachePlan
 from lowkv.models.config import ModelConfig, RopeConfig
 from lowkv.recipe import KVCacheConfig, ModelSource, Recipe, ServingConfig
 
 GROUP = 32
+KIVI2 = KVCacheConfig(format="kivi2")
 CONFIG = ModelConfig("llama", 2, 64, 4, 2, 16, 128, 257, 1e-5, RopeConfig(), 2048, True, False, False, (None, None))
 
 
@@ -91,14 +99,14 @@ def test_no_decode_step_is_beyond_the_decode_profile(past: list[int], gqa: int) 
     ],
 )
 def test_limits_beyond_what_tensorrt_counts_are_refused(serving: dict[str, int], message: str) -> None:
-    recipe = Recipe("r", ModelSource("folder", "m"), serving=ServingConfig(**serving))
+    recipe = Recipe("r", ModelSource("folder", "m"), kv_cache=KIVI2, serving=ServingConfig(**serving))
     with pytest.raises(LowkvError, match=message):
         engine_profiles(recipe, CONFIG, CachePlan.from_config(CONFIG, recipe.kv_cache))
 
 
 def test_profiles_come_from_the_recipe_and_the_model() -> None:
     serving = ServingConfig(max_sequences=8, max_tokens_per_step=100, max_model_len=1000)
-    recipe = Recipe("r", ModelSource("folder", "m"), kv_cache=KVCacheConfig(group_size=64), serving=serving)
+    recipe = Recipe("r", ModelSource("folder", "m"), kv_cache=replace(KIVI2, group_size=64), serving=serving)
     prefill, decode = engine_profiles(recipe, CONFIG, CachePlan.from_config(CONFIG, recipe.kv_cache))
     assert (prefill.name, decode.name) == ("prefill", "decode")
     shapes = {name: (smallest, largest) for name, smallest, largest in prefill.ranges()}
@@ -107,6 +115,12 @@ def test_profiles_come_from_the_recipe_and_the_model() -> None:
     assert shapes["table"] == ((1, 1), (8, 16))
     assert shapes["arena"] == ((1,), (1,))
     assert {name: largest for name, _, largest in decode.ranges()}["tokens"] == (8,)
+    # Layers with another window have lists of their own, of the same lengths.
+    two = CachePlan.from_config(replace(CONFIG, windows=(None, 40)), recipe.kv_cache)
+    for profile in engine_profiles(recipe, CONFIG, two):
+        ranges = {name: (smallest, largest) for name, smallest, largest in profile.ranges()}
+        assert list(ranges) == [*INPUTS, "sequences.1", "table.1", "appends.1"]
+        assert all(ranges[f"{name}.1"] == ranges[name] for name in GROUP_LISTS)
     # No model is longer than itself.
-    longer = Recipe("r", ModelSource("folder", "m"), serving=ServingConfig(max_model_len=10**6))
+    longer = replace(recipe, kv_cache=KIVI2, serving=ServingConfig(max_model_len=10**6))
     assert engine_profiles(longer, CONFIG, CachePlan.from_config(CONFIG, longer.kv_cache))[0].limits.B == 2048 // 32

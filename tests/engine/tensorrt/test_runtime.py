@@ -63,7 +63,7 @@ def with_required(manifest: Manifest, **values: str) -> Manifest:
 def test_what_the_manifest_notes(manifest: Manifest) -> None:
     version = open_backend("tensorrt_rtx").version
     assert manifest.requires == {
-        "tensorrt_layout": "1",
+        "tensorrt_layout": "2",
         "flavour": "tensorrt_rtx",
         "tensorrt": version,
         "sm": "89",

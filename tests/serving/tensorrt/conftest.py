@@ -22,7 +22,14 @@ from kvattention.gpu.compile import Cubin, write_index
 from kvattention.gpu.driver import DriverDevice
 from kvattention.gpu.schedule import DIRECT
 from kvattention.gpu.variants import MOVE, seal_variant
-from lowkv.engine.tensorrt.profiles import INPUTS, Profile, decode_limits, prefill_limits
+from lowkv.engine.tensorrt.profiles import (
+    GROUP_LISTS,
+    Profile,
+    decode_limits,
+    engine_inputs,
+    group_input,
+    prefill_limits,
+)
 from lowkv.kvcache import CachePlan, KVCache
 from lowkv.recipe import KVCacheConfig
 from lowkv.serving.tensorrt.executor import Session, TensorRTExecutor
@@ -168,7 +175,8 @@ class FakeContext:
         return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        most = self.engine.profiles[self.profile].limits.shapes()[name]
+        profile = self.engine.profiles[self.profile]
+        most = profile.limits.shapes(profile.groups)[name]
         if len(shape) != len(most) or any(not 1 <= have <= limit for have, limit in zip(shape, most, strict=True)):
             return False
         self.shapes[name] = shape
@@ -183,7 +191,7 @@ class FakeContext:
     def execute_async_v3(self, stream: int) -> bool:
         if self.engine.failing:
             return False
-        assert set(self.shapes) == set(INPUTS)
+        assert set(self.shapes) == set(engine_inputs(self.engine.profiles[0].groups))
         assert self.memory
         shapes, addresses = dict(self.shapes), dict(self.addresses)
         self.engine.driver.submit(lambda: self._compute(shapes, addresses))
@@ -198,7 +206,8 @@ class FakeContext:
 
         given = {name: tensor(name, shape, np.int64 if name == "arena" else np.int32) for name, shape in shapes.items()}
         assert given["arena"][0] == self.engine.arena
-        check_lists(given)
+        for group in range(self.engine.profiles[0].groups):
+            check_lists(given | {name: given[group_input(name, group)] for name in GROUP_LISTS})
         rows = given["rows"]
         best = np.array([after(int(given["tokens"][row]), int(given["positions"][row])) for row in rows])
         tensor("values", (len(rows), CANDIDATES), np.float32)[...] = -np.arange(CANDIDATES, dtype=np.float32)
@@ -245,19 +254,24 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    """rig(format, graphs=...) -> Rig."""
+    """rig(format, graphs=..., windows=...) -> Rig."""
     pytest.importorskip("cuda.bindings.driver")
     made: list[DriverDevice] = []
 
     @dataclass(frozen=True)
     class Geometry:
+        windows: tuple[int | None, ...]
         layers: int = 2
         kv_heads: int = KV_HEADS
         head_dim: int = HEAD_DIM
-        windows: tuple[int | None, ...] = (None, None)
         softmax_scale: float = HEAD_DIM**-0.5
 
-    def make(name: str = "fp16", graphs: int = 32, budget: int = 2**24) -> Rig:
+    def make(
+        name: str = "fp16",
+        graphs: int = 32,
+        budget: int = 2**24,
+        windows: tuple[int | None, int | None] = (None, None),
+    ) -> Rig:
         variants = (MOVE, seal_variant("f16", HEAD_DIM, 32))
         hidden = ("*i8", "*i8")
         cubins = [
@@ -268,12 +282,13 @@ def rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
         driver = HostDriver()
         device = DriverDevice(tmp_path, driver=driver)
         made.append(device)
-        plan = CachePlan.from_config(Geometry(), KVCacheConfig(format=name))
+        plan = CachePlan.from_config(Geometry(windows), KVCacheConfig(format=name))
         cache = KVCache(plan, budget, GpuAttention(device))
         shared = {"length": LENGTH, "group_size": plan.group_size}
+        groups = len(plan.groups)
         profiles = (
-            Profile("prefill", prefill_limits(MAX_SEQUENCES, MAX_TOKENS, gqa=HEADS // KV_HEADS, **shared)),
-            Profile("decode", decode_limits(MAX_SEQUENCES, **shared)),
+            Profile("prefill", prefill_limits(MAX_SEQUENCES, MAX_TOKENS, gqa=HEADS // KV_HEADS, **shared), groups),
+            Profile("decode", decode_limits(MAX_SEQUENCES, **shared), groups),
         )
         engine = FakeEngine(driver, profiles, cache.words.words.address)
         session = Session(

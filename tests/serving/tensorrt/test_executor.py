@@ -52,14 +52,15 @@ def feed(rig: Rig, work: list[tuple[SequenceCache, int]], rows: list[int]) -> An
     """One step of made-up tokens; returns its candidates."""
     cache = rig.executor.cache
     step = cache.prepare(work)
-    found = rig.executor.execute(np.arange(step.batch.tokens) % VOCAB, step, np.array(rows, np.int64))
+    found = rig.executor.execute(np.arange(step.batches[0].tokens) % VOCAB, step, np.array(rows, np.int64))
     cache.commit(step)
     return found
 
 
+@pytest.mark.parametrize("windows", [(None, None), (100, None)])
 @pytest.mark.parametrize("name", ["fp16", "kivi2"])
-def test_answers_are_the_models_whatever_is_padded_captured_and_sealed(rig: MakeRig, name: str) -> None:
-    made = rig(name)
+def test_answers_are_the_models_whatever_is_padded_captured_and_sealed(rig: MakeRig, name: str, windows: Any) -> None:
+    made = rig(name, windows=windows)
     engine = serving(made)
     texts = prompts(40, 300)
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=True)

@@ -21,7 +21,7 @@ L4 = Gpu(0, "NVIDIA L4", 89, 24 * 10**9)
 def engine(build_tiny: Callable[..., Path]) -> EngineDir:
     """As far as opening looks before it loads: the manifest of an engine for SM80."""
     opened = EngineDir.open(build_tiny(target="cuda", weights=WeightsConfig(dtype="float16")))
-    requires = {"flavour": "tensorrt_rtx", "tensorrt": "0.1", "sm": "80", "plugin": "1", "tensorrt_layout": "1"}
+    requires = {"flavour": "tensorrt_rtx", "tensorrt": "0.1", "sm": "80", "plugin": "1", "tensorrt_layout": "2"}
     opened.manifest = replace(opened.manifest, target="tensorrt", requires=requires)
     return opened
 
