@@ -149,6 +149,15 @@ class PlanReport:
             "sink_tokens": plan.sink_tokens,
             "hot_block_bytes": plan.hot_block_bytes,
             "cold_block_bytes": plan.cold_block_bytes,
+            "groups": [
+                {
+                    "window": group.window,
+                    "layers": list(group.layers),
+                    "hot_block_bytes": group.hot_block_bytes,
+                    "cold_block_bytes": group.cold_block_bytes,
+                }
+                for group in plan.groups
+            ],
             "scale_bytes": plan.scale_bytes,
             "bytes_per_token": plan.bytes_per_token,
             "effective_bits": plan.effective_bits(),
@@ -156,6 +165,7 @@ class PlanReport:
                 {
                     "tokens": tokens,
                     "bytes": plan.bytes_at(tokens),
+                    "saved_by_windows": plan.bytes_saved_by_windows(tokens),
                     "effective_bits": plan.effective_bits(tokens),
                     "compression": plan.compression(tokens),
                 }
@@ -451,6 +461,7 @@ def render(report: PlanReport) -> list[RenderableType]:
         "",
         _layers_title(report.asked.plan),
         _layers_table(report.asked.plan),
+        *_windows(report),
         "[bold]One sequence[/bold]: bytes, and compression over 16 bit, residual and sink included",
         _lengths_table(report),
         _capacity_title(report),
@@ -517,6 +528,20 @@ def _layers_table(plan: CachePlan) -> Table:
         )
         start = end
     return table
+
+
+def _windows(report: PlanReport) -> list[RenderableType]:
+    """What the asked plan's groups take of one sequence, and what their windows save; nothing without windows."""
+    plan = report.asked.plan
+    if not any(group.window for group in plan.groups):
+        return []
+    table = _table("window", "layers", *(f"{tokens:,} tokens" for tokens in report.lengths))
+    for group in plan.groups:
+        sizes = (_size(report, group.bytes_at(tokens)) for tokens in report.lengths)
+        table.add_row("-" if group.window is None else f"{group.window:,}", str(len(group.layers)), *sizes)
+    saved = (_size(report, plan.bytes_saved_by_windows(tokens)) for tokens in report.lengths)
+    table.add_row("saved", "", *saved)
+    return ["[bold]Windows[/bold]: bytes of one sequence; blocks that a group's window has left are freed", table]
 
 
 def _marked(report: PlanReport, row: Row) -> str:

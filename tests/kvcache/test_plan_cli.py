@@ -43,6 +43,24 @@ MISTRAL_7B = LLAMA_3_8B | {
     "sliding_window": 4096,
 }
 
+GEMMA_3_270M: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_size": 640,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "intermediate_size": 2048,
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "sliding_window": 512,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+}
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
@@ -156,6 +174,29 @@ def test_sliding_windows_bound_a_sequence(config: Any, capsys: pytest.CaptureFix
     assert 4096 // 32 * block <= at[32768] <= (4096 // 32 + 1) * block
 
 
+def test_windows_of_some_layers_are_shown_with_what_they_save(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gemma 3 270M, fp16: 15 layers keep 512 tokens, 3 keep all."""
+    path = config(GEMMA_3_270M, "gemma/config.json")
+    report = planned(capsys, "--config", path, "--memory", "8GB", "--format", "fp16")
+    row = rows(report)["fp16"]
+    layer = 32 * 2 * 256 * 2
+    groups = [(group["window"], len(group["layers"]), group["hot_block_bytes"]) for group in row["groups"]]
+    assert groups == [(512, 15, 15 * layer), (None, 3, 3 * layer)]
+    at = {entry["tokens"]: entry for entry in row["at"]}
+    assert at[512]["saved_by_windows"] == 0
+    assert at[8192]["bytes"] == (15 * 16 + 3 * 256) * layer
+    assert at[8192]["saved_by_windows"] == 15 * (256 - 16) * layer
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", str(path), "--memory", "8GB", "--format", "fp16"])
+    lines = capsys.readouterr().out.splitlines()
+    (title,) = (index for index, line in enumerate(lines) if line.startswith("Windows: "))
+    cells = [line.split() for line in lines[title + 4 : title + 7]]
+    assert [row[:2] for row in cells] == [["512", "15"], ["-", "3"], ["saved", "0"]]
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", str(config(LLAMA_3_8B)), "--memory", "80GB"])
+    assert "Windows: " not in capsys.readouterr().out
+
+
 def test_the_units_asked_for_are_the_units_shown(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for memory, shown, other in (("80GB", "GB", "GiB"), ("80GiB", "GiB", " GB")):
         with pytest.raises(SystemExit):
@@ -212,7 +253,8 @@ def test_quantized_weights_are_counted_as_they_are_stored() -> None:
     model = ModelConfig.from_hf_config(LLAMA_3_8B)
 
     def weights(quantization: Any) -> int:
-        recipe = Recipe(name="r", model=ModelSource("gguf", "m.gguf"), weights=WeightsConfig("float16", quantization))
+        weights = WeightsConfig("float16", quantization)
+        recipe = Recipe("r", ModelSource("gguf", "m.gguf"), weights, KVCacheConfig(format="kivi2"))
         return report_from_recipe(recipe, model, PlanOptions(prompt_tokens=512, output_tokens=64)).memory.weights
 
     # Embeddings stay in 16 bit and the recipe's lm_head is float32; the layers are a half and about a quarter.
