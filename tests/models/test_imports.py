@@ -204,6 +204,38 @@ def test_another_quantization_than_the_checkpoint_s_is_refused(tmp_path: Path) -
         stored(tmp_path, "fp8")
 
 
+def test_a_quantized_checkpoint_of_gemma_3(tmp_path: Path) -> None:
+    """Four norms a layer, two for Q and K, all stored less 1; the matrices are anybody's."""
+    pack, quantization, kind = CASES["autofp8"]
+    folders.write_folder(tmp_path, pack, quantization)
+    config = json.loads((tmp_path / "config.json").read_text()) | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    norms = {
+        f"model.layers.{layer}.{name}.weight": torch.randn(size)
+        for layer in range(2)
+        for name, size in (
+            ("pre_feedforward_layernorm", 64),
+            ("post_feedforward_layernorm", 64),
+            ("self_attn.q_norm", 16),
+            ("self_attn.k_norm", 16),
+        )
+    }
+    change_tensors(tmp_path, lambda tensors: tensors.update(norms))
+    weights, read = stored(tmp_path, kind)
+    assert read.windows == (8, None)
+    assert isinstance(weights["layers.1.qkv"], Fp8Matrix)
+    assert torch.equal(weights["layers.1.mlp_norm"], norms["model.layers.1.pre_feedforward_layernorm.weight"] + 1)
+    assert torch.equal(weights["layers.1.mlp_post_norm"], norms["model.layers.1.post_feedforward_layernorm.weight"] + 1)
+    assert torch.equal(weights["layers.0.k_norm"], norms["model.layers.0.self_attn.k_norm.weight"] + 1)
+    assert logits(weights, read).isfinite().all()
+
+
 def test_matrices_that_the_library_left_stay_in_floating_point(tmp_path: Path) -> None:
     _, quantization, _ = CASES["rows-g32"]
     rows = folders.pack_rows(32)
