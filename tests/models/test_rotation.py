@@ -34,7 +34,7 @@ def test_hadamard_of_another_size_is_refused() -> None:
         hadamard(80)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_the_function_is_the_same_and_the_values_are_rotated(tiny_model: TinyModels, name: str) -> None:
     checkpoint = open_checkpoint(tiny_model(name).folder)
     config = checkpoint.config
