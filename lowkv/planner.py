@@ -19,9 +19,10 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lowkv.calibration.auto import choose
 from lowkv.errors import LowkvError
 from lowkv.kvcache.capacity import Capacity, max_resident
-from lowkv.kvcache.formats import FORMATS
+from lowkv.kvcache.formats import AUTO, FORMATS
 from lowkv.kvcache.plan import CachePlan
 from lowkv.recipe import KVCacheConfig, ServingConfig
 from lowkv.units import format_bytes, parse_bytes
@@ -96,6 +97,8 @@ class PlanReport:
     lengths: tuple[int, ...]
     decimal: bool
     """Sizes are shown in GB (a card's unit) rather than GiB."""
+    why: tuple[str, ...] = ()
+    """Why the asked format is what it is, where the recipe leaves it open."""
 
     @property
     def baseline(self) -> Row:
@@ -110,6 +113,7 @@ class PlanReport:
         """Plain values for `--json`. All sizes in bytes, all lengths in tokens."""
         return {
             "title": self.title,
+            "why": list(self.why),
             "model": {
                 "architecture": self.model.architecture,
                 "layers": self.model.layers,
@@ -306,7 +310,7 @@ def report_from_recipe(recipe: Recipe, model: ModelConfig, options: PlanOptions)
     lm_head = recipe.lm_head.effective if options.weights_dtype is None else None
     weights = recipe.weights
     stored = weights.dtype if weights.quantization == "none" else weights.quantization
-    return _report(recipe.name, model, kv, load, options, stored, lm_head)
+    return _report(recipe.name, model, kv, load, options, stored, lm_head, recipe.serving.max_model_len)
 
 
 def report_from_config(path: Path, options: PlanOptions) -> PlanReport:
@@ -328,10 +332,10 @@ def report_from_config(path: Path, options: PlanOptions) -> PlanReport:
             "how much memory is there?", fix="give --memory 80GB (the device's) or --budget 40GB (KV alone)"
         )
     model = ModelConfig.from_hf_config(plain)
-    kv = KVCacheConfig(format=options.format or "kivi2", model_dtype="bfloat16")
+    kv = KVCacheConfig(format=options.format or AUTO, model_dtype="bfloat16")
     load = options.load(ServingConfig(max_tokens_per_step=2048), None)
     title = path.stem if path.name != "config.json" else path.resolve().parent.name
-    return _report(title, model, kv, load, options, "bfloat16", None)
+    return _report(title, model, kv, load, options, "bfloat16", None, None)
 
 
 def _report(
@@ -342,9 +346,14 @@ def _report(
     options: PlanOptions,
     weights_dtype: str,
     lm_head: str | None,
+    max_model_len: int | None,
 ) -> PlanReport:
     if options.group_size is not None:
         kv = replace(kv, group_size=options.group_size)
+    why: tuple[str, ...] = ()
+    if kv.format == AUTO:
+        choice = choose(model, kv, min(max_model_len or model.max_positions, model.max_positions))
+        kv, why = choice.kv_cache, choice.why
     asked = options.weights_dtype or weights_dtype
     dtype = SHORT_NAMES.get(asked, asked)
     if dtype not in WEIGHT_BITS:
@@ -378,7 +387,7 @@ def _report(
         memory = Memory(weights, workspace, budget)
     # A card's memory is sold in GB; whoever writes GiB wants GiB back.
     size = options.memory or options.budget or "MiB"
-    return make_report(
+    report = make_report(
         title,
         model,
         kv,
@@ -388,6 +397,7 @@ def _report(
         tensor_parallel=options.tensor_parallel,
         decimal="i" not in size.lower(),
     )
+    return replace(report, why=why)
 
 
 def make_report(
@@ -600,7 +610,7 @@ def _capacity_table(report: PlanReport) -> Table:
 
 def _notes(report: PlanReport) -> list[str]:
     asked, limit = report.asked, report.load.max_sequences
-    notes = []
+    notes = [f"kv_cache.format auto: {why}" for why in report.why]
     if asked.capacity.sequences == 0:
         notes.append(
             f"[red]Not even one such sequence fits: it needs {_size(report, asked.capacity.bytes_per_sequence)} "
