@@ -15,7 +15,8 @@ All of it is done for every cache group of the plan, each with its own block tab
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 _NO_BLOCK = -1
 
 
-class Change(NamedTuple):
+@dataclass(frozen=True)
+class Change:
     """What a step does to a block table, in block indices."""
 
     new: range
@@ -43,7 +45,7 @@ class Change(NamedTuple):
     sealed: range  # hot ones that become cold when the step ends, less those that die
     cold_end: int  # blocks from the sink to this one are stored cold before the step
 
-    @property
+    @cached_property
     def need(self) -> tuple[int, int]:
         """(hot, cold) blocks to allocate."""
         direct = len(self.direct)
@@ -56,9 +58,19 @@ class BlockTable:
     def __init__(self, group: CacheGroup) -> None:
         self.group = group
         self.offsets: NDArray[np.int32] = np.full(16, _NO_BLOCK, np.int32)
+        self._filling = self._change(0, 0)
 
     def change(self, past: int, total: int) -> Change:
         """What growing from `past` stored tokens to `total` does."""
+        block, inside = divmod(past, self.group.group_size)
+        if not inside or inside + total - past >= self.group.group_size:
+            return self._change(past, total)
+        # The block that is being filled goes on being filled, as in most steps: nothing changes until it is full.
+        if self._filling.new.stop != block + 1:
+            self._filling = self._change(past, total)
+        return self._filling
+
+    def _change(self, past: int, total: int) -> Change:
         group = self.group
         stored, end = group.blocks(past), group.blocks(total)
         were_cold, cold_end = group.cold_end(past), group.cold_end(total)
@@ -152,6 +164,8 @@ class KVCache:
         seals: tuple[list[tuple[BlockTable, int, int]], ...] = tuple([] for _ in self.plan.groups)
         for (sequence, _), made in zip(work, changes, strict=True):
             for table, change in zip(sequence.tables, made, strict=True):
+                if not any(change.need):
+                    continue
                 group = table.group
                 table.widen(change.new.stop)
                 for block in change.new:
