@@ -1,9 +1,10 @@
 """A quantized KV cache simulated in plain Torch: one call of the decoder over a whole text, read as decoding reads it.
 
 At every moment a sequence's history is `exact | cold | exact`: the sink, what is sealed, the residual. Which blocks are
-cold for the query at position p is `cold_end(p)`, constant while p stays inside one block. So attention walks over
-the text a block of queries at a time, over one array of keys and one of values in which blocks turn from exact into
-what their codec gives back just before the first query that reads them so. That costs what causal attention costs.
+cold for the query at position p is its layer's `CacheGroup.cold_end(p)`, constant while p stays inside one block. So
+attention walks over the text a block of queries at a time, over one array of keys and one of values in which blocks
+turn from exact into what their codec gives back just before the first query that reads them so. That costs what causal
+attention costs.
 
 None of lowkv's kernels, arena or block tables take part: what is served can be checked against it.
 """
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowkv.calibration.scales import KVScales
-    from lowkv.kvcache import CachePlan
+    from lowkv.kvcache import CacheGroup, CachePlan
     from lowkv.models.config import ModelConfig
     from lowkv.study.configurations import Configuration
 
@@ -47,6 +48,10 @@ class Cache:
     configuration: Configuration
     plan: CachePlan
     scales: KVScales | None = None
+
+    def rules(self, layer: int) -> CacheGroup:
+        """Says which blocks of a layer are cold."""
+        return self.plan.groups[self.plan.group_of[layer]]
 
     def keys(self, layer: int, k: Tensor) -> Stored:
         """K [T, Hkv, D] as the cache keeps it."""
@@ -89,22 +94,22 @@ class SimulatedAttention:
         step = self._cache.plan.group_size
         pieces = [
             attend(q[begin : begin + step], now_k, now_v, begin, window, scale)
-            for begin, now_k, now_v in history(keys, values, self._cache.plan, range(0, len(q), step))
+            for begin, now_k, now_v in history(keys, values, self._cache.rules(layer), range(0, len(q), step))
         ]
         self._advance(len(q))
         return self._cache.output(torch.cat(pieces))
 
 
 def history(
-    keys: Stored, values: Stored, plan: CachePlan, begins: Iterable[int]
+    keys: Stored, values: Stored, rules: CacheGroup, begins: Iterable[int]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(begin, K, V) as queries from each of these positions on read them, [Hkv, T, D]; positions grow.
 
     The arrays are the same ones every time, altered in between.
     """
-    now_k, now_v, sealed = keys.hot.clone(), values.hot.clone(), plan.sink_tokens
+    now_k, now_v, sealed = keys.hot.clone(), values.hot.clone(), rules.sink_tokens
     for begin in begins:
-        cold = slice(sealed, plan.groups[0].cold_end(begin) * plan.group_size)  # all layers are quantized alike
+        cold = slice(sealed, rules.cold_end(begin) * rules.group_size)
         if cold.stop > cold.start:
             now_k[:, cold], now_v[:, cold] = keys.cold[:, cold], values.cold[:, cold]
             sealed = cold.stop

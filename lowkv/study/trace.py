@@ -94,16 +94,17 @@ def errors(seen: Trace, cache: Cache) -> dict[str, list[float]]:
     """
     found: dict[str, list[float]] = {"k": [], "v": [], "output": []}
     tokens = len(seen.k[0])
-    cold = slice(cache.plan.sink_tokens, cache.plan.groups[0].cold_end(tokens) * cache.plan.group_size)
     with torch.inference_mode():
         for layer in range(seen.config.layers):
+            rules = cache.rules(layer)
+            cold = slice(rules.sink_tokens, rules.cold_end(tokens) * rules.group_size)
             keys, values = cache.keys(layer, seen.k[layer].float()), cache.values(layer, seen.v[layer].float())
             for name, stored in (("k", keys), ("v", values)):
                 found[name].append(_relative(stored.cold[:, cold], stored.hot[:, cold][:, : stored.cold.shape[1]]))
             window, scale = seen.config.windows[layer], seen.config.softmax_scale
             out = [
                 attend(seen.q[layer][spot], now_k, now_v, begin, window, scale)
-                for spot, (begin, now_k, now_v) in enumerate(history(keys, values, cache.plan, seen.spots))
+                for spot, (begin, now_k, now_v) in enumerate(history(keys, values, rules, seen.spots))
             ]
             found["output"].append(_relative(cache.output(torch.stack(out)), seen.out[layer]))
     return found
