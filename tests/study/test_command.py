@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lowkv.cli import main
+from lowkv.models.checkpoint import open_checkpoint
+from lowkv.recipe import ModelSource, Recipe
 from lowkv.study.bench import Bench
 from lowkv.study.configurations import every, grouped
 from lowkv.study.measuring import SHORTEST
@@ -111,3 +115,21 @@ def test_a_file_in_the_folders_place(arguments: list[str], tmp_path: Path, capsy
     with pytest.raises(SystemExit):
         main(["study", *arguments, "--out", str(tmp_path / "taken")])
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_sliding_windows_are_the_kernels_windows(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Both ways see the same keys: figures that differ from those without a window, and not from each other."""
+    shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 48}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    found = []
+    for source in (tiny_checkpoint, tmp_path / "model"):
+        recipe = Recipe("tiny", ModelSource("folder", str(source)))
+        ids = np.random.default_rng(0).integers(0, 256, SHORTEST)
+        bench = Bench(recipe, open_checkpoint(source), ids, ids, (), lambda work: None)
+        chosen = grouped(4, 4, residual_length=32)
+        simulated, served = bench.simulate(chosen), bench.serve(chosen)
+        assert served["nll"] == pytest.approx(simulated["nll"], rel=1e-5)
+        found.append(simulated["nll"])
+    assert found[1] != pytest.approx(found[0], rel=1e-5)
