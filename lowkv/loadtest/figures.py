@@ -5,10 +5,11 @@ One colour a format, the same in every plot. Nothing is drawn that is not in `re
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lowkv.pages import GRID, INK, MUTED, PALETTE, PLOTS, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,38 +17,14 @@ if TYPE_CHECKING:
 
 Report = Mapping[str, Any]
 
-_PALETTE = ("#2563eb", "#0d9488", "#d97706", "#9333ea", "#dc2626", "#65a30d", "#db2777")
 _BASELINE = "#475569"
 _CONTROL = "#b6c0cd"
-_INK = "#1f2937"
-_MUTED = "#6b7280"
-_GRID = "#e5e7eb"
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "lowkv",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9.5,
-    "text.color": _INK,
-    "axes.labelcolor": _MUTED,
-    "axes.edgecolor": "#9ca3af",
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlecolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "legend.frameon": False,
-}
 
 
 def colours(report: Report) -> dict[str, str]:
     """A colour for each of the report's formats, in its order."""
     chosen: dict[str, str] = {}
-    rest = iter(_PALETTE * 4)
+    rest = iter(PALETTE * 4)
     for name, entry in report["formats"].items():
         control, baseline = entry["control"], entry["format"] == "fp16"
         chosen[name] = _CONTROL if control else _BASELINE if baseline else next(rest)
@@ -56,14 +33,14 @@ def colours(report: Report) -> dict[str, str]:
 
 def summary_svg(report: Report) -> str:
     """Concurrency, throughput and quality, side by side, a bar a format."""
-    return _svg(_drawn(_summary, report))
+    return svg(_drawn(_summary, report))
 
 
 def summary_png(report: Report, path: Path) -> Path:
     """The same as a picture of its own, with a title and the machine under it. Returns `path`."""
     import matplotlib as mpl
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(PLOTS):
         figure = _summary(report)
         figure.set_size_inches(11.5, 4.6)
         figure.suptitle(_headline(report), x=0.012, ha="left", fontsize=13, fontweight="bold")
@@ -71,7 +48,7 @@ def summary_png(report: Report, path: Path) -> Path:
         under = (
             f"{report['engine']}, {machine['cpu']}, {machine['cores']} cores · SLO, lengths and limits in the report"
         )
-        figure.text(0.012, 0.012, under, fontsize=8.5, color=_MUTED)
+        figure.text(0.012, 0.012, under, fontsize=8.5, color=MUTED)
         figure.set_layout_engine("constrained", rect=(0, 0.05, 1, 0.95))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, facecolor="white")
@@ -80,17 +57,17 @@ def summary_png(report: Report, path: Path) -> Path:
 
 def latency_svg(report: Report) -> str:
     """TTFT and TPOT percentiles against concurrency, a line a format, the SLO across."""
-    return _svg(_drawn(_latency, report))
+    return svg(_drawn(_latency, report))
 
 
 def throughput_svg(report: Report) -> str:
     """Output tokens per second against concurrency, a line a format."""
-    return _svg(_drawn(_throughput, report))
+    return svg(_drawn(_throughput, report))
 
 
 def occupancy_svg(report: Report) -> str:
     """Share of the KV budget in use, and requests running and waiting, over the time of a run; a panel a format."""
-    return _svg(_drawn(_occupancy, report))
+    return svg(_drawn(_occupancy, report))
 
 
 def _headline(report: Report) -> str:
@@ -106,20 +83,10 @@ def _headline(report: Report) -> str:
 def _drawn(draw: Any, report: Report) -> Figure:
     import matplotlib as mpl
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(PLOTS):
         figure: Figure = draw(report)
         figure.canvas.draw()
         return figure
-
-
-def _svg(figure: Figure) -> str:
-    import matplotlib as mpl
-
-    buffer = io.StringIO()
-    with mpl.rc_context(_STYLE):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]  # without the XML declaration, which has no place inside a page
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -161,18 +128,18 @@ def _concurrency_bars(axis: Axes, report: Report, entries: Sequence[Any], colour
         axis.bar(index - 0.2, entry["g1_measured"], 0.38, color=c)
         axis.bar(index + 0.2, entry["g2"], 0.38, color=c, alpha=0.42)
         axis.text(index - 0.2, entry["g1_measured"], f"{entry['g1_measured']:g}", ha="center", va="bottom")
-        axis.text(index + 0.2, entry["g2"], f"{entry['g2']:g}", ha="center", va="bottom", color=_MUTED)
-        axis.plot([index - 0.37, index - 0.03], [entry["g1_predicted"]] * 2, color=_INK, linewidth=1.6)
+        axis.text(index + 0.2, entry["g2"], f"{entry['g2']:g}", ha="center", va="bottom", color=MUTED)
+        axis.plot([index - 0.37, index - 0.03], [entry["g1_predicted"]] * 2, color=INK, linewidth=1.6)
     axis.set_xticks(range(len(entries)), _labels(report))
     axis.set_title("Sequences and users in the same KV bytes")
     axis.margins(y=0.38)
-    axis.grid(axis="y", color=_GRID)
+    axis.grid(axis="y", color=GRID)
     axis.tick_params(length=0)
     axis.legend(
         handles=[
-            Patch(color=_MUTED, label="resident at once (G1)"),
-            Line2D([], [], color=_INK, linewidth=1.6, label="G1 predicted"),
-            Patch(color=_MUTED, alpha=0.42, label="within the SLO (G2)"),
+            Patch(color=MUTED, label="resident at once (G1)"),
+            Line2D([], [], color=INK, linewidth=1.6, label="G1 predicted"),
+            Patch(color=MUTED, alpha=0.42, label="within the SLO (G2)"),
         ],
         loc="upper left",
         fontsize=8,
@@ -184,7 +151,7 @@ def _bars(axis: Axes, labels: Sequence[str], values: Sequence[float], colour: Se
     axis.bar_label(bars, [form.format(value) for value in values], padding=2)
     axis.set_xticks(range(len(values)), labels)
     axis.margins(y=0.15)
-    axis.grid(axis="y", color=_GRID)
+    axis.grid(axis="y", color=GRID)
     axis.tick_params(length=0)
 
 
@@ -231,7 +198,7 @@ def _curves(axis: Axes, report: Report, key: str, style: Any, *, label: bool) ->
                 label=name if label else None,
             )
     axis.set_xlabel("concurrent users")
-    axis.grid(color=_GRID)
+    axis.grid(color=GRID)
     axis.tick_params(length=0)
 
 
@@ -245,13 +212,13 @@ def _occupancy(report: Report) -> Figure:
         t = [s["t"] for s in series]
         left.fill_between(t, [100 * s["kv_used"] / s["kv_total"] for s in series], color=colour, alpha=0.8, linewidth=0)
         left.set_ylim(0, 100)
-        left.set_ylabel(name, color=_INK)
+        left.set_ylabel(name, color=INK)
         right.plot(t, [s["running"] for s in series], color=colour, linewidth=1.6, label="running")
         right.plot(
-            t, [s["waiting"] for s in series], color=_MUTED, linewidth=1, linestyle=(0, (2, 1.5)), label="waiting"
+            t, [s["waiting"] for s in series], color=MUTED, linewidth=1, linestyle=(0, (2, 1.5)), label="waiting"
         )
         for axis in (left, right):
-            axis.grid(color=_GRID)
+            axis.grid(color=GRID)
             axis.tick_params(length=0)
     axes[0][0].set_title("KV budget in use (%)")
     axes[0][1].set_title("Requests: running (solid), waiting (dashed)")

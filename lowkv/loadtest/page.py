@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,32 +9,20 @@ from typing import Any
 
 from lowkv.loadtest.figures import colours, latency_svg, occupancy_svg, summary_svg, throughput_svg
 from lowkv.loadtest.records import read_json, write_atomically
+from lowkv.pages import escaped, page
 from lowkv.units import format_bytes
 
 Report = Mapping[str, Any]
 
 _STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; color: #1f2937;
-  background: #fff; margin: 0 auto; padding: 32px 24px 64px; max-width: 1140px; }
-h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; }
-h2 { font-size: 18px; margin: 36px 0 6px; }
-p { margin: 6px 0; max-width: 82ch; }
-.lead { font-size: 17px; }
-.where, .note { color: #6b7280; font-size: 13.5px; }
+.where { color: #6b7280; font-size: 13.5px; }
 .tag { display: inline-block; background: #fef3c7; color: #92400e; border-radius: 4px; padding: 0 7px;
   font-weight: 600; }
 .bad { background: #fee2e2; color: #991b1b; border-radius: 6px; padding: 8px 14px; margin: 12px 0; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13px; margin: 10px 0; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 7px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e5e7eb; }
-th { color: #6b7280; font-weight: 600; vertical-align: bottom; }
 th small, td small { display: block; font-weight: 400; color: #6b7280; }
-td:first-child, th:first-child { text-align: left; }
 tr.control td { color: #6b7280; }
 i.dot { display: inline-block; width: 9px; height: 9px; border-radius: 50%; margin-right: 7px; }
 .miss { color: #b91c1c; }
-svg { max-width: 100%; height: auto; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 18px; font-size: 13.5px; }
 dt { color: #6b7280; } dd { margin: 0; }
 """
@@ -45,9 +32,9 @@ def write_report(report: Report, folder: Path) -> Path:
     """Writes `report.json` and `report.html` into `folder`; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "report.json", json.dumps(report, indent=2) + "\n")
-    page = folder / "report.html"
-    write_atomically(page, render(report))
-    return page
+    path = folder / "report.html"
+    write_atomically(path, render(report))
+    return path
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -59,7 +46,7 @@ def read_report(folder: Path) -> dict[str, Any]:
 def render(report: Report) -> str:
     """The whole page."""
     parts = [
-        f"<h1>{_text(report['title'])}</h1>",
+        f"<h1>{escaped(report['title'])}</h1>",
         _where(report),
         _lead(report),
         _trouble(report),
@@ -78,14 +65,9 @@ def render(report: Report) -> str:
         _levels(report),
         _how(report),
         "<h2>What this does not show</h2>",
-        "<ul>" + "".join(f"<li>{_text(limit)}</li>" for limit in report["limits"]) + "</ul>",
+        "<ul>" + "".join(f"<li>{escaped(limit)}</li>" for limit in report["limits"]) + "</ul>",
     ]
-    head = f'<meta charset="utf-8"><title>{_text(report["title"])}</title><style>{_STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>' + "\n".join(parts) + "</body></html>\n"
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value))
+    return page(report["title"], _STYLE, parts)
 
 
 def _number(value: float | None, digits: int, suffix: str = "") -> str:
@@ -105,10 +87,10 @@ def _pair(entry: Mapping[str, Any] | None, metric: str) -> str:
 def _where(report: Report) -> str:
     machine, workload = report["machine"], report["workload"]
     return (
-        f'<p class="where"><span class="tag">{_text(report["engine"])}</span> {_text(machine["cpu"])}, '
+        f'<p class="where"><span class="tag">{escaped(report["engine"])}</span> {escaped(machine["cpu"])}, '
         f"{machine['cores']} cores, {format_bytes(machine['memory_bytes'])} memory · "
-        f"{_text(report['model'].get('model.source', 'model'))} · workload {_text(workload['name'])} · "
-        f"{_text(report['created'])}</p>"
+        f"{escaped(report['model'].get('model.source', 'model'))} · workload {escaped(workload['name'])} · "
+        f"{escaped(report['created'])}</p>"
     )
 
 
@@ -126,7 +108,7 @@ def _lead(report: Report) -> str:
     users = f"keeps the SLO for {best['g2']:g} concurrent users where FP16 keeps it for {base['g2']:g}"
     return (
         f'<p class="lead">In the same {format_bytes(report["kv_budget_bytes"])} of KV cache, '
-        f"<b>{_text(best['format'])} holds {best['g1_measured']:g} sequences at once where FP16 holds "
+        f"<b>{escaped(best['format'])} holds {best['g1_measured']:g} sequences at once where FP16 holds "
         f"{base['g1_measured']:g}</b> ({best['g1_measured'] / base['g1_measured']:.2f}x), and {users}.{cost}</p>"
     )
 
@@ -134,7 +116,7 @@ def _lead(report: Report) -> str:
 def _trouble(report: Report) -> str:
     if report["valid"]:
         return ""
-    items = "".join(f"<li>{_text(problem)}</li>" for problem in report["problems"])
+    items = "".join(f"<li>{escaped(problem)}</li>" for problem in report["problems"])
     return f'<div class="bad"><b>This run is not valid by its own rules:</b><ul>{items}</ul></div>'
 
 
@@ -172,7 +154,7 @@ def _row(report: Report, name: str, entry: Mapping[str, Any], common: int | None
     knee = f"<small>missed at {missed:g}</small>" if missed is not None else "<small>never missed</small>"
     perplexity = _number(entry["perplexity"], 2)
     ratio = f"<small>{_number(entry['perplexity_ratio'], 4)}</small>"
-    label = f"{_text(name)}<small>control: half of the bytes</small>" if entry["control"] else _text(name)
+    label = f"{escaped(name)}<small>control: half of the bytes</small>" if entry["control"] else escaped(name)
     cells = (
         f'<i class="dot" style="background:{colours(report)[name]}"></i>{label}',
         _number(entry["effective_bits"], 2),
@@ -199,7 +181,8 @@ def _reading(report: Report) -> str:
         '<p class="note">'
         f"Every request: {prompt} prompt tokens, {workload['output_tokens']} output tokens (forced), unique prompts, "
         "closed loop. "
-        f"Same weights, kernels and scheduler ({_text(report['policy'])}, max_tokens {report['max_tokens']}) for all; "
+        f"Same weights, kernels and scheduler ({escaped(report['policy'])}, max_tokens {report['max_tokens']}) "
+        "for all; "
         f"KV budget {format_bytes(report['kv_budget_bytes'])}, scales and residual inside. "
         f"SLO: first token within {slo['ttft_seconds']:g} s and {1000 * slo['tpot_seconds']:g} ms per output token, "
         f"kept by {slo['attainment']:.0%} of the requests. G0, G1 and G2 are three answers to three questions and "
@@ -236,7 +219,7 @@ def _levels(report: Report) -> str:
             passed = all(item["passed"])
             kept = f"{item['kept']} of {item['attempted']}"
             cells = (
-                _text(name),
+                escaped(name),
                 f"{item['level']}{'' if item['steady'] else ' *'}",
                 kept if passed else f'<span class="miss">{kept}</span>',
                 *(_ms(item[f"ttft_{p}"]) for p in ("p50", "p90", "p95", "p99")),
@@ -283,5 +266,5 @@ def _how(report: Report) -> str:
         facts["quality"] = (
             f"{quality['windows']} windows of {quality['window_tokens']} tokens, {quality['method']}; {quality['text']}"
         )
-    terms = "".join(f"<dt>{_text(term)}</dt><dd>{_text(fact)}</dd>" for term, fact in facts.items())
+    terms = "".join(f"<dt>{escaped(term)}</dt><dd>{escaped(fact)}</dd>" for term, fact in facts.items())
     return f"<h2>How it was measured</h2><dl>{terms}</dl>"

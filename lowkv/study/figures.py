@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from lowkv.pages import GRID, MUTED, PALETTE, PLOTS, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,34 +15,14 @@ if TYPE_CHECKING:
 
 Report = Mapping[str, Any]
 
-_PALETTE = ("#2563eb", "#0d9488", "#d97706", "#dc2626", "#9333ea")
-_INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
 _WIDTH = 10.5
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "lowkv",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9.5,
-    "text.color": _INK,
-    "axes.labelcolor": _MUTED,
-    "axes.edgecolor": "#9ca3af",
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "legend.frameon": False,
-}
 
 
 def tradeoff_svg(report: Report) -> str:
     """Perplexity against effective bits at the recipe's length, a point a served plan, the limit across."""
     import matplotlib as mpl
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(PLOTS):
         figure = _figure(3.6)
         axis = figure.subplots()
         for name, entry in report["configurations"].items():
@@ -49,7 +30,7 @@ def tradeoff_svg(report: Report) -> str:
                 named = name in report["sections"]["formats"] or name == report["baseline"]
                 _point(axis, entry, chosen=name == report["choice"]["name"], named=named)
         axis.axhline(100 * (report["limit"] - 1), color="#dc2626", linewidth=0.9)
-        axis.axhline(0, color=_MUTED, linewidth=0.8)
+        axis.axhline(0, color=MUTED, linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set_xticks(bits := (3, 4, 5, 6, 8, 16), [str(bit) for bit in bits])
         axis.set_yscale("symlog", linthresh=2)
@@ -57,17 +38,17 @@ def tradeoff_svg(report: Report) -> str:
         axis.minorticks_off()
         axis.set_title("Perplexity over the baseline's, served, and effective bits: the limit is the red line")
         axis.set_xlabel(f"effective bits per value at {report['length']:,} tokens, residual and sink included")
-        axis.grid(color=_GRID)
-        return _svg(figure)
+        axis.grid(color=GRID)
+        return svg(figure)
 
 
 def _point(axis: Axes, entry: Mapping[str, Any], *, chosen: bool, named: bool) -> None:
-    colour = _PALETTE[0] if chosen else "#94a3b8"
+    colour = PALETTE[0] if chosen else "#94a3b8"
     low, value, high = (100 * (entry["served"]["ratio"][key] - 1) for key in ("low", "value", "high"))
     x = entry["bits_at_length"]
     axis.errorbar(x, value, [[value - low], [high - value]], fmt="o", markersize=4, color=colour, linewidth=1)
     if chosen or named:
-        ink = colour if chosen else _MUTED
+        ink = colour if chosen else MUTED
         label = entry["label"] if chosen else entry["format"]
         axis.annotate(label, (x, value), xytext=(5, 3), textcoords="offset points", fontsize=7.5, color=ink)
 
@@ -85,7 +66,7 @@ def tokens_svg(report: Report) -> str:
 def _pair(report: Report, row: Any, title: str, label: str, *, tokens: bool = False) -> str:
     import matplotlib as mpl
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(PLOTS):
         figure = _figure(3.2)
         for axis, part in zip(figure.subplots(1, 2), ("k", "v"), strict=True):
             values = np.array([row(layer) for layer in report["statistics"][part]])
@@ -94,7 +75,7 @@ def _pair(report: Report, row: Any, title: str, label: str, *, tokens: bool = Fa
             axis.set_title(title.format(part.upper()))
             axis.set_xlabel(label)
             axis.set_ylabel("layer")
-        return _svg(figure)
+        return svg(figure)
 
 
 def maps_svg(report: Report) -> str:
@@ -102,7 +83,7 @@ def maps_svg(report: Report) -> str:
     import matplotlib as mpl
 
     shown = [index for index, layer in enumerate(report["statistics"]["k"]) if "map" in layer]
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(PLOTS):
         figure = _figure(5.4)
         axes = figure.subplots(2, len(shown), squeeze=False)
         for line, part in zip(axes, ("k", "v"), strict=True):
@@ -114,7 +95,7 @@ def maps_svg(report: Report) -> str:
             line[0].set_ylabel("position")
         for axis in axes[-1]:
             axis.set_xlabel("channel")
-        return _svg(figure)
+        return svg(figure)
 
 
 def outliers_svg(report: Report) -> str:
@@ -141,17 +122,17 @@ def errors_svg(report: Report) -> str:
 def _lines(curves: Mapping[str, Any], title: str) -> str:
     import matplotlib as mpl
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(PLOTS):
         figure = _figure(2.8)
         axis = figure.subplots()
-        for (name, values), colour in zip(curves.items(), _PALETTE, strict=False):
+        for (name, values), colour in zip(curves.items(), PALETTE, strict=False):
             axis.plot(values, color=colour, marker="o", markersize=3, linewidth=1.4, label=name)
         axis.set_title(title)
         axis.set_xlabel("layer")
         axis.set_ylim(bottom=0)
-        axis.grid(color=_GRID)
+        axis.grid(color=GRID)
         axis.legend(fontsize=8, ncols=2)
-        return _svg(figure)
+        return svg(figure)
 
 
 def _heat(figure: Figure, axis: Axes, values: Any, extent: tuple[float, float, float, float]) -> None:
@@ -174,12 +155,3 @@ def _figure(height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(_WIDTH, height), layout="constrained")
-
-
-def _svg(figure: Figure) -> str:
-    buffer = io.StringIO()
-    figure.savefig(
-        buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    )
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]  # without the XML declaration, which has no place inside a page

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowkv.evaluation.intervals import Interval
+from lowkv.pages import escaped, page
 from lowkv.study import figures
 from lowkv.study.rows import NOTES, TITLES, caption, header, rows
 
 Report = Mapping[str, Any]
 
 _STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; color: #1f2937;
-  background: #fff; margin: 0 auto; padding: 32px 24px 64px; max-width: 1140px; }
-h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; }
-h2 { font-size: 18px; margin: 36px 0 6px; }
-p { margin: 6px 0; max-width: 82ch; }
-.lead { font-size: 17px; }
-.note { color: #6b7280; font-size: 13.5px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13px; margin: 10px 0; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 9px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e5e7eb; }
-th { color: #6b7280; font-weight: 600; }
-td:first-child, th:first-child { text-align: left; }
 tr.chosen td { font-weight: 600; background: #eff6ff; }
 pre { background: #f3f4f6; border-radius: 6px; padding: 10px 14px; font-size: 13px; width: max-content; }
-svg { max-width: 100%; height: auto; }
 """
 
 _WAYS = (
@@ -42,17 +28,17 @@ def render(report: Report) -> str:
     title = f"Keys and values of {report['model']['source']}"
     words = report["choice"]["words"]
     parts = [
-        f"<h1>{_text(title)}</h1>",
-        f'<p class="note">{_text(_where(report))}</p>',
-        f'<p class="lead">{_text(words[0])}</p>',
-        *(f"<p>{_text(sentence)}</p>" for sentence in words[1:]),
-        f"<pre>{_text(report['choice']['kv_cache'])}</pre>",
+        f"<h1>{escaped(title)}</h1>",
+        f'<p class="note">{escaped(_where(report))}</p>',
+        f'<p class="lead">{escaped(words[0])}</p>',
+        *(f"<p>{escaped(sentence)}</p>" for sentence in words[1:]),
+        f"<pre>{escaped(report['choice']['kv_cache'])}</pre>",
         figures.tradeoff_svg(report),
         "<h2>What the figures say</h2>",
-        "<ul>" + "".join(f"<li>{_text(sentence)}</li>" for sentence in report["remarks"]) + "</ul>",
+        "<ul>" + "".join(f"<li>{escaped(sentence)}</li>" for sentence in report["remarks"]) + "</ul>",
         _orderings(report),
         *(_section(report, section) for section in TITLES),
-        f'<p class="note">{_text(caption(report))}. {_WAYS}</p>',
+        f'<p class="note">{escaped(caption(report))}. {_WAYS}</p>',
         "<h2>Errors by layer</h2>",
         figures.errors_svg(report),
         "<h2>Keys and values, channel by channel</h2>",
@@ -64,8 +50,7 @@ def render(report: Report) -> str:
         figures.maps_svg(report),
         '<p class="note">Keys after RoPE. Colours are logarithmic over two decades.</p>',
     ]
-    head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{_STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>' + "\n".join(parts) + "</body></html>\n"
+    return page(title, _STYLE, parts)
 
 
 def _where(report: Report) -> str:
@@ -85,21 +70,17 @@ def _orderings(report: Report) -> str:
 
 
 def _section(report: Report, section: str) -> str:
-    note = f'<p class="note">{_text(NOTES[section])}</p>' if section in NOTES else ""
+    note = f'<p class="note">{escaped(NOTES[section])}</p>' if section in NOTES else ""
     table = _table(header(report), rows(report, section), chosen=report["choice"]["label"])
-    return f"<h2>{_text(TITLES[section])}</h2>{table}{note}"
+    return f"<h2>{escaped(TITLES[section])}</h2>{table}{note}"
 
 
 def _table(titles: Sequence[str], lines: Sequence[Sequence[str]], chosen: str | None = None) -> str:
-    head = "".join(f"<th>{_text(cell)}</th>" for cell in titles)
+    head = "".join(f"<th>{escaped(cell)}</th>" for cell in titles)
     body = "".join(
         f"<tr{' class=chosen' if line[0] == chosen else ''}>"
-        + "".join(f"<td>{_text(cell)}</td>" for cell in line)
+        + "".join(f"<td>{escaped(cell)}</td>" for cell in line)
         + "</tr>"
         for line in lines
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value))
