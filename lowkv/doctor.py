@@ -31,6 +31,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "build": ("numpy", "torch", "safetensors", "tokenizers", "gguf"),
     "inspect": ("numpy",),
     "calibrate": ("numpy", "torch", "safetensors", "tokenizers", "gguf"),
+    "study": ("numpy", "torch", "numba", "safetensors", "tokenizers", "gguf", "matplotlib"),
+    "tune": ("numpy", "torch", "numba", "safetensors", "tokenizers", "gguf"),
     "repo": ("numpy", "torch", "safetensors", "tokenizers", "tritonclient"),
     "serve": ("numpy", "torch", "numba", "safetensors", "tokenizers", "tritonclient", "tritonserver"),
     "loadtest": ("numpy", "locust", "matplotlib", "tokenizers"),
