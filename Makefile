@@ -34,12 +34,13 @@ $(READY): pyproject.toml build/constraints.txt
 	@$(BIN)/python -m pip install $(PIP_FLAGS) -c build/constraints.txt -e '.[cpu,tensorrt,triton,loadtest,dev]'
 	@touch $@
 
-# TensorRT is native code that can end a process instead of raising: what calls it is tested in a process of its own.
+# TensorRT is native code that can end a process instead of raising, later and elsewhere than where it went wrong: what
+# builds with it and what only calls it are each tested in a process of their own.
 TENSORRT_TESTS := tests/engine/tensorrt tests/kvattention/tensorrt
 
 test: $(READY) ## Run the tests
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS) $(addprefix --ignore=,$(TENSORRT_TESTS))
-	@$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TENSORRT_TESTS)
+	@for tests in $(TENSORRT_TESTS); do $(BIN)/python -m pytest $(PYTEST_FLAGS) $$tests; done
 
 test-long: $(READY) ## Run the tests that take minutes each
 	@$(BIN)/python -m pytest -m long $(PYTEST_FLAGS)
