@@ -140,7 +140,7 @@ class TextMeasure(Measure):
         from rich.table import Table
 
         start = "each after a BOS token" if next(iter(results.values()))["bos"] else "no BOS token"
-        windows = f"{self.windows} windows of {self.window} tokens, {start}"
+        windows = f"{self.windows} window{'s' * (self.windows > 1)} of {self.window} tokens, {start}"
         table = Table(title="text", caption=f"{windows}; [{CONFIDENCE:.0%} interval]; {self.source}")
         for column in ("engine", "formats", "bits", "perplexity", f"/ {baseline}", "KL (nats)", "top-1"):
             table.add_column(column)
