@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +49,14 @@ def test_the_smallest_of_the_formats_within_the_limit(length: int) -> None:
     assert COSTS[best] <= LIMIT
     for name, cost in COSTS.items():
         assert cost > LIMIT or bits(name, length) >= bits(best, length)
+
+
+def test_costs_are_the_worst_of_the_documented_ones() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "quality.md").read_text(encoding="utf-8")
+    for name, cost in COSTS.items():
+        rows = re.findall(rf"^\| \*{{0,2}}{name}\*{{0,2}} \| [0-9.]+ \| ([0-9.]+) \[", text, re.MULTILINE)
+        assert len(rows) == 3 - (name == "k4v2")  # two models, and the twin of one
+        assert cost == max(map(float, rows))
 
 
 def test_length_decides() -> None:
