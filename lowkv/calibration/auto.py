@@ -43,9 +43,6 @@ COSTS: Mapping[str, float] = {
 OUTLIER = 16.0
 """A channel of K stands out when its largest magnitude is this many times that of its head's median channel."""
 
-LOOK_TOKENS = 256
-"""Random tokens that the model is looked at with."""
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -144,13 +141,9 @@ def settled(
 
 def _look(checkpoint: Checkpoint, recipe: Recipe, progress: Progress) -> dict[int, float]:
     """`Magnitudes.outlier` of every layer's K."""
-    from lowkv.calibration.routes import load_tokenizer, measure
-    from lowkv.calibration.text import random_tokens
+    from lowkv.calibration.routes import look
 
-    tokenizer = load_tokenizer(checkpoint)
-    ids = random_tokens(tokenizer, checkpoint.config.vocab, LOOK_TOKENS, 0)
-    seen = measure(checkpoint, recipe, tokenizer, ids, progress, histograms=False)
-    return {layer: round(statistics.k.outlier, 2) for layer, statistics in enumerate(seen)}
+    return {layer: round(seen.k.outlier, 2) for layer, seen in enumerate(look(checkpoint, recipe, progress))}
 
 
 def _percent(ratio: float) -> str:

@@ -67,22 +67,35 @@ def calibrate(recipe: Recipe, out: Path, progress: Progress, python: Path | None
     return out
 
 
+def open_model(recipe: Recipe, progress: Progress) -> Checkpoint:
+    """The model that the recipe's engine is built from; with `calibration: modelopt` as ModelOpt exports it.
+
+    Raises LowkvError when it cannot be had, or as `calibrate` does.
+    """
+    from lowkv.models.checkpoint import open_checkpoint
+    from lowkv.models.sources import open_source
+
+    progress.begin("opening the model")
+    if recipe.calibration == "lowkv":
+        return open_source(recipe.model, progress.begin)
+    return open_checkpoint(calibrated(recipe, progress))
+
+
 def calibrated(recipe: Recipe, progress: Progress) -> Path:
     """The folder of the recipe's model, calibrated by ModelOpt: kept in the cache, made when it is not there yet.
 
     Raises LowkvError as `calibrate` does.
     """
-    from lowkv.engine.directory import sha256
+    from lowkv.engine.directory import checkpoint_hashes
     from lowkv.models.sources import cache_folder, open_source
 
     interpreter = _interpreter(None)
     version = _version(interpreter)
     progress.begin("opening the model")
     checkpoint = open_source(recipe.model, progress.begin)
-    progress.begin("hashing the model", sum(path.stat().st_size for path in checkpoint.files))
     depends = {
         "modelopt": version,
-        "model": {path.name: sha256(path, progress) for path in checkpoint.files},
+        "model": checkpoint_hashes(checkpoint, progress),
         "weights": asdict(recipe.weights),
         "windows": _windows(checkpoint, recipe),
     }

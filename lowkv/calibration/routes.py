@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from lowkv.recipe import Recipe
 
 LOOK_TOKENS = 256
-"""Random tokens that source `none` looks at."""
+"""Random tokens that `look` takes."""
 
 log = logging.getLogger(__name__)
 
@@ -139,13 +139,18 @@ def measure(
     )
 
 
+def look(checkpoint: Checkpoint, recipe: Recipe, progress: Progress) -> tuple[LayerStatistics, ...]:
+    """Statistics of every layer's K and V over a few random tokens, always the same."""
+    tokenizer = load_tokenizer(checkpoint)
+    ids = random_tokens(tokenizer, checkpoint.config.vocab, LOOK_TOKENS, 0)
+    return measure(checkpoint, recipe, tokenizer, ids, progress, histograms=False)
+
+
 # -- routes --------------------------------------------------------------------------------------------------
 
 
 def _unit(checkpoint: Checkpoint, recipe: Recipe, plan: CachePlan, progress: Progress) -> KVScales:
-    tokenizer = load_tokenizer(checkpoint)
-    ids = random_tokens(tokenizer, checkpoint.config.vocab, LOOK_TOKENS, 0)
-    seen = measure(checkpoint, recipe, tokenizer, ids, progress, histograms=False)
+    seen = look(checkpoint, recipe, progress)
     details = {"text": "random tokens", "tokens": LOOK_TOKENS, "seed": 0, **_largest(seen)}
     return KVScales.unit(len(plan.layers), plan.kv_heads, plan.head_dim, details)
 

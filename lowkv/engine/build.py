@@ -21,7 +21,7 @@ from pathlib import Path
 
 import lowkv
 from lowkv.calibration.auto import settled
-from lowkv.calibration.modelopt import calibrated, from_checkpoint
+from lowkv.calibration.modelopt import from_checkpoint, open_model
 from lowkv.calibration.routes import scales_for
 from lowkv.calibration.scales import NO_SCALES, KVScales
 from lowkv.engine.directory import (
@@ -31,6 +31,7 @@ from lowkv.engine.directory import (
     FileRecord,
     Manifest,
     check_file,
+    checkpoint_hashes,
     read_manifest,
     read_records,
     sha256,
@@ -41,9 +42,8 @@ from lowkv.engine.targets import Target, find_decoder_target, find_target
 from lowkv.engine.tensorrt.target import ONNX, TensorRTTarget
 from lowkv.errors import LowkvError
 from lowkv.kvcache.plan import CachePlan
-from lowkv.models.checkpoint import Checkpoint, open_checkpoint
+from lowkv.models.checkpoint import Checkpoint
 from lowkv.models.rotation import with_rotated_values
-from lowkv.models.sources import open_source
 from lowkv.recipe import Recipe
 
 
@@ -67,10 +67,8 @@ def build_engine(
     """
     out, progress = Path(out).absolute(), progress or NoProgress()
     target = _target(recipe, keep_onnx)
-    progress.begin("opening the model")
-    checkpoint = _checkpoint(recipe, progress)
-    progress.begin("hashing the model", sum(path.stat().st_size for path in checkpoint.files))
-    source = {path.name: sha256(path, progress) for path in checkpoint.files}
+    checkpoint = open_model(recipe, progress)
+    source = checkpoint_hashes(checkpoint, progress)
     recorded = list(_recorded(out))
     recipe, chosen = settled(recipe, checkpoint, source, [other.chosen for other in recorded], progress)
     scales, wanted = _manifest_without_files(target, recipe, checkpoint, source, recorded, progress)
@@ -91,13 +89,6 @@ def build_engine(
             _gate(folder, progress)
         _rename(folder, out)
     return EngineDir.open(out, verify=False)
-
-
-def _checkpoint(recipe: Recipe, progress: Progress) -> Checkpoint:
-    """The recipe's model; with `calibration: modelopt` as ModelOpt exports it."""
-    if recipe.calibration == "lowkv":
-        return open_source(recipe.model, progress.begin)
-    return open_checkpoint(calibrated(recipe, progress))
 
 
 def _gate(folder: Path, progress: Progress) -> None:

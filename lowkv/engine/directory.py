@@ -29,6 +29,7 @@ from lowkv.models.tokenizer import TOKENIZER_FILES
 from lowkv.recipe import Recipe, recipe_from_mapping
 
 if TYPE_CHECKING:
+    from lowkv.models.checkpoint import Checkpoint
     from lowkv.models.decoder import Decoder
     from lowkv.models.tokenizer import Tokenizer
 
@@ -250,6 +251,12 @@ def sha256(path: Path, progress: Progress) -> str:
             digest.update(chunk)
             progress.advance(len(chunk))
     return digest.hexdigest()
+
+
+def checkpoint_hashes(checkpoint: Checkpoint, progress: Progress) -> dict[str, str]:
+    """SHA-256 of every file of a checkpoint, by name."""
+    progress.begin("hashing the model", sum(path.stat().st_size for path in checkpoint.files))
+    return {path.name: sha256(path, progress) for path in checkpoint.files}
 
 
 def _records(plain: Mapping[str, Mapping[str, Any]]) -> dict[str, FileRecord]:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 CONFIDENCE = 0.95
+BOOTSTRAP_BLOCK = 64  # consecutive positions of a text resampled together
 ROUNDS = 2000
 _Z = 1.959963984540054  # the standard normal's 97.5% quantile
 
@@ -55,6 +56,17 @@ def of_blocks(sums: Floats, sizes: Floats) -> Interval:
     drawn = _draws(len(sums))
     means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
     return _quantiles(float(sums.sum() / sizes.sum()), means)
+
+
+def block_sums(values: Floats) -> Floats:
+    """[..., positions] -> [..., B]: sums over blocks of BOOTSTRAP_BLOCK positions, the last one shorter."""
+    sums: Floats = np.add.reduceat(values, range(0, values.shape[-1], BOOTSTRAP_BLOCK), axis=-1)
+    return sums
+
+
+def block_sizes(positions: int) -> Floats:
+    """How many positions those blocks have, [B]."""
+    return block_sums(np.ones(positions))
 
 
 def of_items(values: Floats, statistic: Callable[..., Any]) -> Interval:

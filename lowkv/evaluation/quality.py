@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from lowkv.errors import LowkvError
 from lowkv.evaluation.feeding import BATCH, ROWS, Run
-from lowkv.evaluation.intervals import CONFIDENCE, Interval, exponential, of_blocks
+from lowkv.evaluation.intervals import CONFIDENCE, Interval, block_sizes, block_sums, exponential, of_blocks
 from lowkv.evaluation.measure import Advance, Figures, Measure
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 TOKENS = 4096
 WINDOW = 1024
-BOOTSTRAP_BLOCK = 64  # consecutive positions resampled together
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class TextMeasure(Measure):
             np.concatenate([np.ravel(outcome[key]) for outcome in chosen])
             for key, chosen in (("nll", outcomes), ("kl", outcomes), ("agree", outcomes), ("nll", baseline))
         )
-        sizes = np.tile(_block_sizes(self.window - 1), self.windows).astype(np.float64)
+        sizes = np.tile(block_sizes(self.window - 1), self.windows)
         found = {
             "perplexity": exponential(of_blocks(nll, sizes)),
             "ratio": exponential(of_blocks(nll - base, sizes)),
@@ -165,19 +164,11 @@ class TextPart:
     def run(self, subjects: Sequence[Subject], advance: Advance) -> list[Any]:
         """Sums over blocks of positions, [W, blocks] of each kind; the baseline is the first subject."""
         scores = score(subjects, subjects[0].name, self.ids, advance)
-        edges = range(0, self.ids.shape[1] - 1, BOOTSTRAP_BLOCK)
         return [
             {"bos": self.bos}
-            | {
-                key: np.add.reduceat(getattr(scores[subject.name], key), edges, axis=1).tolist()
-                for key in ("nll", "kl", "agree")
-            }
+            | {key: block_sums(getattr(scores[subject.name], key)).tolist() for key in ("nll", "kl", "agree")}
             for subject in subjects
         ]
-
-
-def _block_sizes(positions: int) -> npt.NDArray[np.int64]:
-    return np.diff([*range(0, positions, BOOTSTRAP_BLOCK), positions])
 
 
 def windows_of(tokenizer: Tokenizer, documents: Iterable[str], count: int, length: int) -> npt.NDArray[np.int64]:

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import lowkv
+from lowkv.calibration.modelopt import open_model
 from lowkv.calibration.routes import load_tokenizer
 from lowkv.calibration.text import bundled_dataset, dataset_tokens, read_dataset
-from lowkv.engine.directory import sha256
+from lowkv.engine.directory import checkpoint_hashes
 from lowkv.errors import LowkvError
 from lowkv.evaluation.intervals import CONFIDENCE
 from lowkv.evaluation.quality import Documents, windows_of
@@ -171,15 +172,13 @@ def _measure(
 
 
 def _inputs(recipe: Recipe, request: Request, progress: Progress) -> _Inputs:
-    progress.begin("opening the model")
-    checkpoint = _checkpoint(recipe, progress)
+    checkpoint = open_model(recipe, progress)
     longest = checkpoint.config.max_positions
     if request.tokens > longest:
         raise LowkvError(
             "the text is longer than the model's positions", got=request.tokens, expected=f"at most {longest}"
         )
-    progress.begin("hashing the model", sum(path.stat().st_size for path in checkpoint.files))
-    files = {path.name: sha256(path, progress) for path in checkpoint.files}
+    files = checkpoint_hashes(checkpoint, progress)
     progress.begin("reading the text")
     tokenizer = load_tokenizer(checkpoint)
     if request.documents is None:
@@ -206,17 +205,6 @@ def _inputs(recipe: Recipe, request: Request, progress: Progress) -> _Inputs:
         "text": hashlib.sha256(ids.tobytes()).hexdigest(),
     }
     return _Inputs(checkpoint, tokenizer, ids, calibration, source, dataset.name, identity)
-
-
-def _checkpoint(recipe: Recipe, progress: Progress) -> Checkpoint:
-    from lowkv.models.checkpoint import open_checkpoint
-    from lowkv.models.sources import open_source
-
-    if recipe.calibration == "lowkv":
-        return open_source(recipe.model, progress.begin)
-    from lowkv.calibration.modelopt import calibrated
-
-    return open_checkpoint(calibrated(recipe, progress))
 
 
 def _key(inputs: _Inputs, one: Configuration | None, way: str) -> str:

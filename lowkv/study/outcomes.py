@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lowkv.evaluation.intervals import Interval, exponential, of_blocks
-from lowkv.evaluation.quality import BOOTSTRAP_BLOCK
+from lowkv.evaluation.intervals import Interval, block_sizes, block_sums, exponential, of_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,14 +41,13 @@ def compared(decoder: Decoder, exact: Tensor, hidden: Tensor, ids: NDArray[np.in
             agree = (base.argmax(-1) == log_p.argmax(-1)).float()
             parts.append(torch.stack((nll, kl, agree)))
     columns = torch.cat(parts, -1).double().numpy()
-    edges = range(0, len(targets), BOOTSTRAP_BLOCK)
-    sums = np.add.reduceat(columns, edges, axis=1)
+    sums = block_sums(columns)
     return {name: row.tolist() for name, row in zip(("nll", "kl", "agree"), sums, strict=True)}
 
 
 def figures(outcome: Outcome, base: Outcome, tokens: int) -> dict[str, dict[str, float]]:
     """Perplexity, its ratio to the baseline's, KL in nats and top-1 agreement: each value, low and high."""
-    sizes, nll = sizes_of(tokens), np.array(outcome["nll"])
+    sizes, nll = block_sizes(tokens - 1), np.array(outcome["nll"])
     found = {
         "perplexity": exponential(of_blocks(nll, sizes)),
         "ratio": ratio(outcome, base, tokens),
@@ -61,9 +59,4 @@ def figures(outcome: Outcome, base: Outcome, tokens: int) -> dict[str, dict[str,
 
 def ratio(outcome: Outcome, base: Outcome, tokens: int) -> Interval:
     """One perplexity over another on the same text; the interval is of the pairs."""
-    return exponential(of_blocks(np.array(outcome["nll"]) - np.array(base["nll"]), sizes_of(tokens)))
-
-
-def sizes_of(tokens: int) -> NDArray[np.float64]:
-    """Positions in each block of a text."""
-    return np.diff([*range(0, tokens - 1, BOOTSTRAP_BLOCK), tokens - 1]).astype(np.float64)
+    return exponential(of_blocks(np.array(outcome["nll"]) - np.array(base["nll"]), block_sizes(tokens - 1)))

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from lowkv.engine.directory import sha256
+from lowkv.calibration.modelopt import open_model
+from lowkv.engine.directory import checkpoint_hashes
 from lowkv.engine.progress import NoProgress, Progress
 from lowkv.errors import LowkvError
 from lowkv.evaluation.records import Records
@@ -157,8 +158,7 @@ def tune(
             window is too short to show anything or longer than the model's positions, or there is too little text.
     """
     records, progress = records or Records(), progress or NoProgress()
-    progress.begin("opening the model")
-    checkpoint = _checkpoint(recipe, progress)
+    checkpoint = open_model(recipe, progress)
     space = space_of(recipe, checkpoint.config, request.formats)
     budget = space.budget(request.bits)
     _check_window(request.window, space, checkpoint)
@@ -171,25 +171,12 @@ def tune(
     )
     progress.begin("reading text")
     calibration, held_out = _cut(texts, checkpoint)
-    progress.begin("hashing the model", sum(path.stat().st_size for path in checkpoint.files))
-    model = {path.name: sha256(path, progress) for path in checkpoint.files}
-    trials = Trials(recipe, checkpoint, model, space.baseline, records, progress)
+    trials = Trials(recipe, checkpoint, checkpoint_hashes(checkpoint, progress), space.baseline, records, progress)
     sensitivity = measured(space, calibration, trials)
     assignment = _chosen(sensitivity, budget)
     plans = {"tuned": assignment} | _rivals(sensitivity, assignment, request.bits)
     tuned, *rivals = _judged(plans, sensitivity, calibration, held_out, trials)
     return Tuning(request, space, sensitivity, texts.source, calibration, held_out, tuned, tuple(rivals))
-
-
-def _checkpoint(recipe: Recipe, progress: Progress) -> Checkpoint:
-    """The recipe's model, as a build would take it."""
-    from lowkv.calibration.modelopt import calibrated
-    from lowkv.models.checkpoint import open_checkpoint
-    from lowkv.models.sources import open_source
-
-    if recipe.calibration == "lowkv":
-        return open_source(recipe.model, progress.begin)
-    return open_checkpoint(calibrated(recipe, progress))
 
 
 def _check_window(window: int, space: Space, checkpoint: Checkpoint) -> None:

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowkv.evaluation.feeding import BATCH
-from lowkv.evaluation.intervals import Interval, exponential, of_blocks
-from lowkv.evaluation.quality import BOOTSTRAP_BLOCK
+from lowkv.evaluation.intervals import Interval, block_sums, exponential, of_blocks
 from lowkv.evaluation.records import Records, key_of
 from lowkv.models.rotation import RotatedCheckpoint, rotated_layers
 
@@ -136,7 +135,7 @@ class Trials:
                 plans = [missing[key] for key in batch]
                 found = compare(decoder, self._baseline, plans, ids, self._progress.advance)
                 for key, plan, columns in zip(batch, plans, found, strict=True):
-                    outcome = dict(zip(("kl", "nll", "agree"), _block_sums(columns).tolist(), strict=True))
+                    outcome = dict(zip(("kl", "nll", "agree"), block_sums(columns).tolist(), strict=True))
                     self._records.add(key, part, outcome, {"measure": "tune", "plan": plan.summary()})
 
     def _room(self, ids: Ids) -> int:
@@ -179,14 +178,8 @@ def _batches(keys: Sequence[str], count: int) -> Iterator[Sequence[str]]:
         yield keys[first : first + count]
 
 
-def _block_sums(columns: Sums) -> Sums:
-    """[..., N - 1] of positions -> [..., B] of blocks."""
-    sums: Sums = np.add.reduceat(columns, range(0, columns.shape[-1], BOOTSTRAP_BLOCK), axis=-1)
-    return sums
-
-
 def _sizes(ids: Ids) -> Sums:
-    return _block_sums(np.ones((len(ids), ids.shape[1] - 1)))
+    return block_sums(np.ones((len(ids), ids.shape[1] - 1)))
 
 
 def _mean(sums: Sums, sizes: Sums) -> Interval:
